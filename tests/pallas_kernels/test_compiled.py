@@ -31,26 +31,15 @@ USUAL = {
     "sm_90a": (
         "append_and_flush_kernel/append_and_flush swa fp8_ue8m0 64 tokens 64 heads",
         "block_linear_kernel/fp8 1x32768x1024 fp8@sm_90a",
-        "joined_linears/1x4096",
-        "expert_mlp_kernel/flash 1 fp8@sm_90a",
         "expert_mlp_kernel/flash mixture 1 fp8@sm_90a",
-        "flush_kernels/append_tokens csa fp8_ue8m0 64 tokens",
         "flush_kernels/flush_hca fp8_ue8m0 64 tokens",
-        "gather_entries/selected",
-        "hyper_connections/64x4096",
         "index_scores_kernel/fp8_ue8m0_fp8_index_64x16384",
-        "pick_experts/64x384",
-        "round_index_queries/mxfp4 8192 tokens 64 heads",
         "select_top_k/top 512 of 64 x 4096",
         "sparse_attention_kernels/fp8_ue8m0_256x64x512@sm_90a",
-        "write_streams/16x4096",
     ),
-    "sm_100a": (
-        "index_scores_kernel/fp8_ue8m0_64x16384",
-        "sparse_attention_kernels/fp8_ue8m0_256x64x512@sm_100a",
-    ),
+    "sm_100a": ("sparse_attention_kernels/fp8_ue8m0_256x64x512@sm_100a",),
 }
-"""Of each kernel one case, and for Blackwell those that have code of their own for it."""
+"""Of the kernels with most registers and shared memory one case each; `-m slow` has all others."""
 each_target = pytest.mark.parametrize("target", aot.TARGETS)
 usually_one_target = pytest.mark.parametrize("target", slow.all_but(["sm_90a"], aot.TARGETS))
 

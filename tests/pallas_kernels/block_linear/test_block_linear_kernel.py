@@ -133,6 +133,7 @@ def normed_product(x, norm, weight):
     return reference.block_linear(rms_norm(x, norm, eps=0.5), weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inputs", "splits"), slow.all_but([(1024, 2)], [(1024, 1), (1024, 2), (2304, 1)])
 )
@@ -305,6 +306,7 @@ BLACKWELL_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "activations", "shape", "tiling"),
     slow.all_but(BLACKWELL_CASES[:1], BLACKWELL_CASES),
@@ -353,6 +355,7 @@ def test_gate_and_up_in_one_product(core, kind):
 PIECES = [(13, Tiling(16, 128, 2, mma_rows=8)), (130, Tiling(144, 128, 2))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "tiling"), slow.all_but(PIECES[:1], PIECES), ids=str)
 def test_gate_and_up_of_several_pieces(rows, tiling):
     """What they exchange takes the same memory for each piece of a tile."""

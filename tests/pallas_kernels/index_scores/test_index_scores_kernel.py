@@ -231,6 +231,7 @@ def test_twenty_runs_give_the_same_bits():
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0"], FORMATS))
 def test_the_selection_is_that_of_the_scores(lane, name):
     """And the reference's, but for entries whose scores lie within the tolerance of the last."""

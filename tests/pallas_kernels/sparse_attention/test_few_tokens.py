@@ -50,6 +50,7 @@ def test_heads_that_do_not_fill_a_program(lane, num_heads):
     assert case.error(attend(case)) < 1
 
 
+@pytest.mark.slow
 def test_indices_that_name_nothing_are_not_read(lane):
     """-1 between real ones, and beyond the table; the pools are poison there."""
     case = draw()
