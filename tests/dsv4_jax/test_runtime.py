@@ -168,6 +168,7 @@ def test_the_second_process_finds_what_the_first_compiled(tmp_path):
     assert told == [str(tmp_path / "told"), "False"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
 def test_a_kernel_lowered_again_is_the_same_program():
     """To jax 0.11 it has another number, and a cache that knows programs by their text misses."""

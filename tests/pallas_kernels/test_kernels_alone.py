@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import pytest
 
-from helpers import slow
 from pallas_kernels import gpu_interpreter
 from pallas_kernels.expert_mlp import worklist
 from pallas_kernels.hyper_connections import triton_gpu as hyper_connections
@@ -17,7 +16,8 @@ from tools import kernels_alone, product_calls
 pytestmark = pytest.mark.unoptimised
 
 
-@pytest.mark.parametrize("name", slow.all_but(["gather"], list(kernels_alone.CALLS)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(kernels_alone.CALLS))
 def test_a_call_alone_runs(name):
     with gpu_interpreter():
         assert all(leaf.size for leaf in jax.tree.leaves(kernels_alone.CALLS[name]()))

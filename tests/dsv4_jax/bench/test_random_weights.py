@@ -23,6 +23,7 @@ def released():
     return random_params(serving.CONFIG, weights="released")
 
 
+@pytest.mark.slow
 def test_shapes_are_those_of_released_weights():
     expected = ds.unstack_layers(
         ds.model.param_shapes(serving.CONFIG, jnp.bfloat16, weights="released")

@@ -103,6 +103,7 @@ def test_tokens_in_place_leave_and_see_what_committed_ones_do(kind, cache_format
     np.testing.assert_array_equal(in_place.length_tokens, [6, 5, 20, 31])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow.all_but(["csa"], list(LAYERS)))
 def test_queries_of_many_tokens_are_normed_where_they_attend(monkeypatch, kind):
     cache, (tokens, norms) = make("fp8_ue8m0"), draw(kind, 0)

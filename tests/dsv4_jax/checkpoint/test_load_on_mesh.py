@@ -62,6 +62,7 @@ def result(process):
     return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "experts", "meshes"),
     slow.all_but(

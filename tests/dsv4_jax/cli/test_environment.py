@@ -49,6 +49,7 @@ def run(code, *arguments, **given):
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="of a machine without a GPU")
 def test_platforms_without_a_device_are_one_line():
     status, out, err = run(FORKED, *PLATFORMS)

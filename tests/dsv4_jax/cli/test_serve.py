@@ -174,6 +174,7 @@ sys.exit(cli.main(["serve", "--port", "0"]))
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_a_callback_of_the_collector_ends_a_start():
     done = subprocess.run(
         [sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=120

@@ -177,6 +177,7 @@ def test_every_intermediate_of_the_presets_is_that_of_decoded_weights(preset):
     assert np.max(np.abs(logits - expected["logits"])) > 100 * tolerance.INTERMEDIATE
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_are_those_of_decoded_weights(model):
     """A prefill of two prompts, then twelve greedy tokens by the same program, layers scanned."""
     config, params = model

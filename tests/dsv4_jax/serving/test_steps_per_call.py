@@ -12,7 +12,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.serving.device import engine_arrays
 from dsv4_jax.serving.schedule.scheduler import plan_decoding
-from helpers import serving
+from helpers import serving, slow
 from helpers.engine_life import Life
 from helpers.serving import limit, prompt, run_to_end, same_tokens
 
@@ -85,7 +85,7 @@ def test_a_lone_request_takes_whole_calls_once_it_stands_at_a_block(monkeypatch)
     assert engine.metrics.step_calls == 1 + len(made)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", slow.all_but([True], [False, True]))
 def test_without_snapshots_a_call_goes_on_into_the_next_block(overlap, monkeypatch):
     engine = limit(make_engine(overlap=overlap), num_snapshots=0)
     made = calls_of(engine, monkeypatch)
@@ -96,7 +96,7 @@ def test_without_snapshots_a_call_goes_on_into_the_next_block(overlap, monkeypat
     same_tokens(found, run_to_end(plain, plain.submit(text, **LONG | {"max_new_tokens": 301}))[0])
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", slow.all_but([True], [False, True]))
 def test_every_block_that_is_filled_can_be_resumed(overlap):
     """Snapshots are those of single steps."""
     text, hits = prompt(np.random.default_rng(2), 30), []

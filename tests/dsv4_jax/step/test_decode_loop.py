@@ -30,12 +30,13 @@ def start(config):
 def step_by_step(config, params, sampling, num_steps):
     cache, call = start(config)
     step = jax.jit(ds.decode_step, static_argnames="config")
+    sample = jax.jit(ds.sample)
     token_ids, drawn = call.token_ids, []
     for _ in range(num_steps):
         call = call.replace(token_ids=token_ids)
         cache, logits = step(params, cache, call, config=config)
-        positions = cache.length_tokens[jnp.maximum(call.request_slots, 0)]
-        token_ids = ds.sample(logits, sampling, positions)
+        positions = np.asarray(cache.length_tokens)[np.maximum(call.request_slots, 0)]
+        token_ids = sample(logits, sampling, positions)
         drawn.append(np.asarray(token_ids))
     return cache, np.stack(drawn, axis=1)
 

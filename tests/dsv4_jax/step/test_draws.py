@@ -227,6 +227,7 @@ def test_simple_draws_are_those_of_the_general_step_without_a_conditional(case):
     assert "cond[" in str(jax.make_jaxpr(draw)(jnp.asarray(logits), settings, *arguments))
 
 
+@pytest.mark.slow
 def test_masks_and_one_more_field_are_obeyed_beside_simple_settings(case):
     _, logits, histories, drafts, positions = case
     settings = sampling_of(warm_rows()).simplified()
