@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dsv4_jax.checkpoint.load import SHIPPED_CHECKPOINT, load_checkpoint
     from dsv4_jax.checkpoint.save import save_checkpoint
     from dsv4_jax.config.layer_schedule import LayerSpec as LayerSpec
-    from dsv4_jax.config.layer_schedule import draft_layer as draft_layer
+    from dsv4_jax.config.layer_schedule import draft_layers as draft_layers
     from dsv4_jax.config.layer_schedule import layer_schedule as layer_schedule
     from dsv4_jax.config.layer_types import AttentionType as AttentionType
     from dsv4_jax.config.layer_types import RouterType as RouterType
@@ -148,7 +148,7 @@ _NAMES_BY_MODULE = {
     ),
     "cache.state_cache": "StateCachePool",
     "cache.views": "ClassicalView IndexerView SWAView",
-    "config.layer_schedule": "LayerSpec draft_layer layer_schedule",
+    "config.layer_schedule": "LayerSpec draft_layers layer_schedule",
     "config.layer_types": "AttentionType RouterType",
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

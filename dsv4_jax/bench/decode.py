@@ -21,7 +21,8 @@ from dsv4_jax.bench.timing import Timing
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
-from dsv4_jax.model.params import DSV4Params, layer_of
+from dsv4_jax.model.layer_params import layer_of
+from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import embed
 from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.decode import jit_decode_step

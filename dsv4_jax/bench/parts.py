@@ -23,7 +23,7 @@ from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.block import run_block
 from dsv4_jax.model.hyper_connections import Residual
-from dsv4_jax.model.params import LayerParams
+from dsv4_jax.model.layer_params import LayerParams
 from dsv4_jax.model.trunk import keep
 
 

@@ -25,7 +25,7 @@ from dsv4_jax.cache.schema import (
 )
 from dsv4_jax.cache.state_cache import init_state_pool
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.config.layer_schedule import LayerSpec, draft_layer, layer_schedule
+from dsv4_jax.config.layer_schedule import LayerSpec, draft_layers, layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.mesh import AXES, DATA, AnyMesh, check_divides, mesh_sizes, shardings_of
 
@@ -97,7 +97,7 @@ def init_cache(
 
 
 def _schedule(config: DSV4Config) -> tuple[LayerSpec, ...]:
-    return *layer_schedule(config), *([draft_layer(config)] if config.num_mtp_layers else [])
+    return *layer_schedule(config), *draft_layers(config)
 
 
 @functools.lru_cache(maxsize=16)
@@ -106,7 +106,7 @@ def _schemas(config: DSV4Config, cache_format: FormatName) -> tuple[LayerCacheSc
 
 
 def check_cache(config: DSV4Config, cache: ModelCache) -> None:
-    """Refuses what is no cache of a model; that of the draft block may be missing.
+    """Refuses what is no cache of a model; layers of the draft may be missing.
 
     Raises:
       ValueError: it is no cache, its arrays are gone, or a layer has another type or size.

@@ -32,7 +32,7 @@ class ModelCache:
       length_tokens: i32[NS], tokens of each slot's request; 0 in a free slot.
       block_table: i32[NS, LB], physical block of each logical one; -1 where there is none. One
         table for both compressed types.
-      schemas: schemas of every layer in order, the draft block last.
+      schemas: schemas of every layer in order, those of the draft last.
       split_cache: on a mesh, blocks are dealt over `model` (`block_split.py`); a table then numbers
         them through all devices of the data shard.
     """

@@ -108,7 +108,7 @@ def build_schema(
 
     Args:
       config: the model.
-      spec: the layer, from `layer_schedule` or `draft_layer`.
+      spec: the layer, from `layer_schedule` or `draft_layers`.
       cache_format: the storage format.
 
     Raises:

@@ -95,8 +95,7 @@ def find_left_out(
         )
     if draft and wanted == DraftKind.MTP:
         return config, LeftOut(None, 0, frozenset(), images)
-    without = dataclasses.replace(config, num_mtp_layers=0)
-    return without, LeftOut(found, stages, draft, images - draft)
+    return config.without_draft(), LeftOut(found, stages, draft, images - draft)
 
 
 def describe_config(contents: dict[str, Any], where: str | pathlib.Path) -> str:

@@ -18,7 +18,9 @@ import jax
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
-from dsv4_jax.model.params import DSV4Params, LayerParams
+from dsv4_jax.model.draft_params import MTPParams
+from dsv4_jax.model.layer_params import LayerParams
+from dsv4_jax.model.params import DSV4Params
 
 # Applied in order; what is already canonical matches none of them.
 _TO_CANONICAL = [
@@ -147,7 +149,7 @@ def all_targets(config: DSV4Config, shapes: DSV4Params) -> dict[str, Target]:
         root, layer = f"layers.{spec.kind}.", shapes.stacked_layers[spec.kind]
         for name, leaf, index, shape in _layer_targets(layer, (spec.kind_idx,)):
             targets[prefix + name] = Target(root + leaf, index, shape)
-    if shapes.mtp is not None:
+    if isinstance(shapes.mtp, MTPParams):
         for name, leaf in _DRAFT.items():
             targets[f"mtp.0.{name}"] = Target(f"mtp.{leaf}", (), get_leaf(shapes.mtp, leaf).shape)
         for name, leaf, index, shape in _layer_targets(shapes.mtp.block, ()):

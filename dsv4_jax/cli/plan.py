@@ -7,7 +7,6 @@ The numbers are those of the arrays that `init_cache` and `load_checkpoint` woul
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 
 from dsv4_jax.bench.floor import COLLECTIVE_S
@@ -95,9 +94,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--split-cache deals a cache over the devices of a mesh; add --model")
     size = {"max_requests": args.requests, "max_context_tokens": args.context}
     cache = cache_shapes(config, cache_format=args.cache_format, **size)
-    trunk = cache_shapes(
-        dataclasses.replace(config, num_mtp_layers=0), cache_format=args.cache_format, **size
-    )
+    trunk = cache_shapes(config.without_draft(), cache_format=args.cache_format, **size)
     print(
         f"{args.config}, {args.cache_format}: {args.requests} request(s) of {args.context:,} "
         f"tokens, blocks of {cache.block_tokens} tokens"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 
 from dsv4_jax.config import DSV4Config
@@ -11,8 +10,8 @@ from dsv4_jax.config.draft import DSparkConfig
 PRESETS = {
     "flash": DSV4Config.flash,
     "pro": DSV4Config.pro,
-    "flash-0731": lambda: dataclasses.replace(DSV4Config.flash(), num_mtp_layers=0),
-    "pro-0813": lambda: dataclasses.replace(DSV4Config.pro(), num_mtp_layers=0),
+    "flash-0731": lambda: DSV4Config.flash().without_draft(),
+    "pro-0813": lambda: DSV4Config.pro().without_draft(),
     "flash_slim": DSV4Config.flash_slim,
     "pro_slim": DSV4Config.pro_slim,
     "tiny": DSV4Config.tiny,
@@ -55,4 +54,4 @@ def read_config(name: str, *, draft: bool = True, follow_links: bool = False) ->
         config = DSV4Config.from_hf(name, follow_links=follow_links, text_only=True)
     else:
         raise ValueError(f"config must be one of {list(PRESETS)} or a directory, got {name!r}")
-    return config if draft else dataclasses.replace(config, num_mtp_layers=0)
+    return config if draft else config.without_draft()

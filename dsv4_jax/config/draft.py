@@ -34,13 +34,72 @@ class DSparkConfig:
       target_layers: trunk layers whose streams the draft sees, ascending. Of a trunk that was cut,
         they may be beyond it.
       num_stages: layers of the draft; None where the config does not tell, and the files do.
+
+    Raises:
+      ValueError: a value of a wrong type or out of range; the message names the field.
     """
 
     block_size: int
     markov_rank: int
     noise_token_id: int
     target_layers: tuple[int, ...]
-    num_stages: int | None
+    num_stages: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what is no size."""
+        for name, kind in _SIZES.items():
+            object.__setattr__(self, name, kind.read(getattr(self, name), f"dspark.{name}"))
+        targets = tuple(_TARGETS.read(self.target_layers, "dspark.target_layers"))
+        if not targets or list(targets) != sorted(set(targets)):
+            raise ValueError(
+                f"dspark.target_layers must ascend, and name one layer, got {show(list(targets))}"
+            )
+        object.__setattr__(self, "target_layers", targets)
+        if self.num_stages is not None:
+            Whole(1, MAX_STAGES).read(self.num_stages, "dspark.num_stages")
+
+    @property
+    def known_stages(self) -> int:
+        """`num_stages`.
+
+        Raises:
+          ValueError: it is not known.
+        """
+        if self.num_stages is None:
+            raise ValueError(
+                "dspark.num_stages must be known, got None; the files of the checkpoint tell it"
+            )
+        return self.num_stages
+
+    def check_fits(self, *, num_layers: int, vocab_size: int, num_mtp_layers: int) -> None:
+        """Refuses a draft that a model of those sizes cannot have.
+
+        Raises:
+          ValueError: it reads a layer or a token that there is not, or there is an MTP block too.
+        """
+        if num_mtp_layers:
+            raise ValueError(
+                f"num_mtp_layers must be 0 beside dspark, got {num_mtp_layers}; a model has one "
+                "draft"
+            )
+        if self.noise_token_id >= vocab_size:
+            raise ValueError(
+                f"dspark.noise_token_id must be below vocab_size={vocab_size}, got "
+                f"{self.noise_token_id}"
+            )
+        if self.target_layers[-1] >= num_layers:
+            raise ValueError(
+                f"dspark.target_layers must be of the {num_layers} layers of the trunk, got "
+                f"{show(list(self.target_layers))}"
+            )
+
+
+_SIZES = {
+    "block_size": Whole(1, 16),
+    "markov_rank": Whole(1, 4096),
+    "noise_token_id": Whole(0, 2**24 - 1),
+}
+_TARGETS = ListOf(Whole(0, MAX_LAYERS), MAX_LAYERS)
 
 
 def has_dspark(contents: dict[str, Any]) -> bool:
@@ -68,10 +127,10 @@ def read_dspark(contents: dict[str, Any]) -> DSparkConfig | None:
         return None
     num_layers, vocab_size = contents["num_hidden_layers"], contents["vocab_size"]
     kinds = {
-        "dspark_block_size": Whole(1, 16),
-        "dspark_markov_rank": Whole(1, 4096),
+        "dspark_block_size": _SIZES["block_size"],
+        "dspark_markov_rank": _SIZES["markov_rank"],
         "dspark_noise_token_id": Whole(0, vocab_size - 1, f"vocab_size={vocab_size}"),
-        "dspark_target_layer_ids": ListOf(Whole(0, MAX_LAYERS), MAX_LAYERS),
+        "dspark_target_layer_ids": _TARGETS,
     }
     data = Fields(kinds | {"n_mtp_layers": Whole(1, MAX_STAGES)}).read(contents, "")
     given = next(name for name in contents if name.startswith(_PREFIX))

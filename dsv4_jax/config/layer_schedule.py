@@ -14,13 +14,13 @@ class LayerSpec:
     """One layer of the schedule.
 
     Attributes:
-      layer_idx: place in the model; the draft block comes after the trunk.
+      layer_idx: place in the model; layers of a draft come after the trunk.
       attn: attention type.
       router: router type.
       family_idx: place among the layers of the same attention type: the layer's index into every
         stacked array of that family's pools.
       kind_idx: place among the trunk layers of the same kind: the layer's index into that kind's
-        stacked parameters. The draft block, which has parameters of its own, has 0.
+        stacked parameters; of a draft, which has parameters of its own, among its layers.
       index_source: the earlier CSA layer whose selected entries this one attends to; None for a
         layer that selects for itself, or has no indexer.
     """
@@ -60,7 +60,7 @@ class Segment:
 
 
 def layer_schedule(config: DSV4Config) -> tuple[LayerSpec, ...]:
-    """The trunk's layers in order; the draft block is `draft_layer`."""
+    """The trunk's layers in order; those of the draft are `draft_layers`."""
     families = {attn: itertools.count() for attn in AttentionType}
     kinds: dict[tuple[AttentionType, RouterType], itertools.count[int]] = {}
     specs = []
@@ -85,14 +85,24 @@ def layer_schedule(config: DSV4Config) -> tuple[LayerSpec, ...]:
     return tuple(specs)
 
 
-def draft_layer(config: DSV4Config) -> LayerSpec:
-    """The draft (MTP) block: window attention and learned routing, whatever the trunk has."""
-    return LayerSpec(
-        layer_idx=config.num_layers,
-        attn=AttentionType.SWA,
-        router=RouterType.LEARNED,
-        family_idx=config.layer_types.count(AttentionType.SWA),
-        kind_idx=0,
+def draft_layers(config: DSV4Config) -> tuple[LayerSpec, ...]:
+    """The layers of the draft: window attention and learned routing, whatever the trunk has.
+
+    Raises:
+      ValueError: the config has DSpark stages, and does not say how many.
+    """
+    count = config.num_mtp_layers
+    if config.dspark is not None:
+        count = config.dspark.known_stages
+    return tuple(
+        LayerSpec(
+            layer_idx=config.num_layers + stage,
+            attn=AttentionType.SWA,
+            router=RouterType.LEARNED,
+            family_idx=config.layer_types.count(AttentionType.SWA) + stage,
+            kind_idx=stage,
+        )
+        for stage in range(count)
     )
 
 

@@ -10,6 +10,8 @@ from dsv4_jax.config.kinds import MAX_I32, POSITIVE, Kind, Whole
 
 MAX_LAYERS = 1024
 MAX_END_TOKENS = 1024
+MAX_MTP_DRAFT_TOKENS = 8
+"""Tokens that an MTP block, which was trained to guess one, may guess in a row."""
 MAX_BLOCK_TOKENS = 2**24
 MAX_EXPERTS_OF_ALL_LAYERS = 2**18
 """Three tensors each; Pro has 23,424."""

@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from dsv4_jax import checks
+from dsv4_jax.config.draft import DSparkConfig
 from dsv4_jax.config.idea import NO_IDEA, Idea
 from dsv4_jax.config.kinds import ListOf, Whole, Word, show
 from dsv4_jax.config.layer_types import AttentionType, RouterType
@@ -17,6 +18,7 @@ from dsv4_jax.config.limits import (
     MAX_END_TOKENS,
     MAX_EXPERTS_OF_ALL_LAYERS,
     MAX_LAYERS,
+    MAX_MTP_DRAFT_TOKENS,
 )
 from dsv4_jax.config.read_json import read_fields
 from dsv4_jax.config.yarn import YarnScaling
@@ -54,6 +56,7 @@ class DSV4Config:
         to those that the last CSA layer before them selected (IndexCache); not part of a
         `config.json`.
       num_mtp_layers: draft (MTP) blocks after the trunk, 0 or 1; not counted in `layer_types`.
+      dspark: sizes of a DSpark draft, whose stages come after the trunk; None has none.
       hc_mult: S, residual streams.
       hc_sinkhorn_iters: Sinkhorn iterations of the hyper-connections' mixing matrix.
       hc_eps: floor inside the hyper-connections.
@@ -97,6 +100,7 @@ class DSV4Config:
     swiglu_limit: float
     index_reuse: tuple[int, ...] = ()
     num_mtp_layers: int = 0
+    dspark: DSparkConfig | None = None
     hc_mult: int = 4
     hc_sinkhorn_iters: int = 20
     hc_eps: float = 1e-6
@@ -129,9 +133,14 @@ class DSV4Config:
                 f"index_reuse must be {wanted} of the idea, got {self.index_reuse}; use "
                 "idea.applied_to(config)"
             )
-        if not isinstance(self.rope_scaling, YarnScaling | None):
-            raise ValueError(
-                f"rope_scaling must be a YarnScaling or None, got {show(self.rope_scaling)}"
+        for name, kind in (("rope_scaling", YarnScaling), ("dspark", DSparkConfig)):
+            if not isinstance(given := getattr(self, name), kind | None):
+                raise ValueError(f"{name} must be a {kind.__name__} or None, got {show(given)}")
+        if self.dspark is not None:
+            self.dspark.check_fits(
+                num_layers=len(self.layer_types),
+                vocab_size=self.vocab_size,
+                num_mtp_layers=self.num_mtp_layers,
             )
         if len(self.router_types) != len(self.layer_types):
             raise ValueError(
@@ -194,8 +203,24 @@ class DSV4Config:
 
     @property
     def num_layers(self) -> int:
-        """Trunk layers, without the draft block."""
+        """Trunk layers, without those of the draft."""
         return len(self.layer_types)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether there is a draft, of either kind."""
+        return self.num_mtp_layers > 0 or self.dspark is not None
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The most tokens that the draft guesses ahead; 0 without one."""
+        if self.dspark is not None:
+            return self.dspark.block_size
+        return MAX_MTP_DRAFT_TOKENS if self.num_mtp_layers else 0
+
+    def without_draft(self) -> DSV4Config:
+        """The trunk alone."""
+        return dataclasses.replace(self, num_mtp_layers=0, dspark=None)
 
     @property
     def nope_dim(self) -> int:
@@ -314,8 +339,9 @@ class DSV4Config:
 
         Returns:
           The config; draft layers listed in the schedule are not trunk layers, and of a model that
-          was cut by `num_hidden_layers` alone, lists name more. It has no draft block where the
-          file announces DSpark stages (`dspark_block_size` and others).
+          was cut by `num_hidden_layers` alone, lists name more. Where the file announces DSpark
+          stages (`dspark_block_size` and others) it has those, unless the trunk was cut below the
+          layers that they read; the files tell how many stages there are where it does not.
 
         Raises:
           FileNotFoundError: there is no such file.

@@ -9,7 +9,7 @@ from typing import Any
 
 from dsv4_jax import checks
 from dsv4_jax.config.checkpoint_folder import find_file
-from dsv4_jax.config.draft import MAX_STAGES, has_dspark
+from dsv4_jax.config.draft import MAX_STAGES, has_dspark, read_dspark
 from dsv4_jax.config.formats import HF_QUANT_CONFIG, check_algorithms, check_formats
 from dsv4_jax.config.images import find_images, text_part
 from dsv4_jax.config.json_file import read_json_object
@@ -178,7 +178,6 @@ def _our_fields(contents: dict[str, Any], text_only: bool) -> dict[str, Any]:
     fields = {ours: require(data, theirs) for theirs, ours in SAME_NAME.items()}
     fields |= {ours: data[name] for name, ours in OPTIONAL.items() if name in data}
     num_layers = require(data, "num_hidden_layers")
-    has_mtp = data.get("num_nextn_predict_layers") == 1 and not has_dspark(contents)
     layer_types, ratios = _layer_types(data, num_layers, _compression_ratios(contents, data))
     return {
         **fields,
@@ -187,10 +186,20 @@ def _our_fields(contents: dict[str, Any], text_only: bool) -> dict[str, Any]:
         "rope_dim": read_rope_dim(data),
         "csa_compression_ratio": ratios[CSA],
         "hca_compression_ratio": ratios[HCA],
-        "num_mtp_layers": int(has_mtp),
+        **_draft(contents, data, num_layers),
         **_tokens(contents, data["vocab_size"]),
         **read_rope(data),
     }
+
+
+def _draft(contents: dict[str, Any], data: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """The draft: `num_nextn_predict_layers` is 1 beside DSpark stages too, which go first."""
+    if not has_dspark(contents):
+        return {"num_mtp_layers": int(data.get("num_nextn_predict_layers") == 1)}
+    dspark = read_dspark(contents)
+    assert dspark is not None
+    # A trunk that was cut below the layers that the stages read cannot have them.
+    return {"dspark": dspark if dspark.target_layers[-1] < num_layers else None}
 
 
 def _tokens(contents: dict[str, Any], vocab_size: int) -> dict[str, Any]:

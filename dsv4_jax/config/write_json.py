@@ -40,7 +40,7 @@ def write_config(config: DSV4Config) -> dict[str, Any]:
         **FIXED,
         **fields,
         "num_hidden_layers": config.num_layers,
-        "num_nextn_predict_layers": config.num_mtp_layers,
+        **_draft(config),
         "layer_types": [types[attn] for attn in config.layer_types],
         "mlp_layer_types": [routers[router] for router in config.router_types],
         "compress_rates": {
@@ -63,3 +63,18 @@ def _partial_factor(rope_dim: int, head_dim: int) -> float:
     """The factor from which readers get `rope_dim` back: they truncate, and 44 * (30 / 44) < 30."""
     partial = rope_dim / head_dim
     return partial if int(head_dim * partial) == rope_dim else math.nextafter(partial, 1.0)
+
+
+def _draft(config: DSV4Config) -> dict[str, Any]:
+    """The draft as the release announces it: `num_nextn_predict_layers` is 1 for either kind."""
+    if (dspark := config.dspark) is None:
+        return {"num_nextn_predict_layers": config.num_mtp_layers}
+    stages = {} if dspark.num_stages is None else {"n_mtp_layers": dspark.num_stages}
+    return {
+        "num_nextn_predict_layers": 1,
+        "dspark_block_size": dspark.block_size,
+        "dspark_markov_rank": dspark.markov_rank,
+        "dspark_noise_token_id": dspark.noise_token_id,
+        "dspark_target_layer_ids": list(dspark.target_layers),
+        **stages,
+    }

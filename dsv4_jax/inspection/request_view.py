@@ -16,7 +16,7 @@ class LayerView:
     """What one layer holds of a request; values are decoded, whatever the format.
 
     Attributes:
-      layer_idx: place in the model; the draft block comes last.
+      layer_idx: place in the model; those of the draft come last.
       attn_type: "swa", "csa" or "hca".
       compression_ratio: M, tokens of an entry; 1 for SWA, which has none.
       ring_positions: i32[W], the position that each ring row holds; -1 where it holds none.
@@ -71,7 +71,7 @@ class RequestView:
       length_tokens: its tokens.
       block_tokens: tokens that a block stands for.
       block_table: i32[n], its physical blocks in order.
-      layers: the layers in order, the draft block last.
+      layers: the layers in order, those of the draft last.
     """
 
     slot: int

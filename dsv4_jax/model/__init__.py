@@ -10,8 +10,8 @@
 `params` has the parameters as pytrees, and `shardings` says where they lie on a mesh.
 """
 
-from dsv4_jax.model.draft import forward_draft
 from dsv4_jax.model.forward import forward_streams
+from dsv4_jax.model.mtp import forward_draft
 from dsv4_jax.model.params import (
     DSV4Params,
     init_params,

@@ -22,8 +22,8 @@ from dsv4_jax.collectives import join_rows
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.hyper_connections import Residual, read_streams
+from dsv4_jax.model.layer_params import HyperConnectionParams, LayerParams, MoEParams
 from dsv4_jax.model.moe import mixture_of_experts
-from dsv4_jax.model.params import HyperConnectionParams, LayerParams, MoEParams
 from dsv4_jax.peers import PeerBuffers, using
 from pallas_kernels.common.backend import Backend
 

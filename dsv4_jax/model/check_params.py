@@ -9,6 +9,7 @@ import jax
 
 from dsv4_jax import checks
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.draft_params import DraftParams, DSparkParams, MTPParams
 from dsv4_jax.model.params import DSV4Params, param_shapes, unstack_layers
 from pallas_kernels.common.weights import is_quantized
 
@@ -18,7 +19,7 @@ _MAX_PROBLEMS = 5
 def check_params(config: DSV4Config, params: DSV4Params) -> None:
     """Refuses parameters of another model; dtypes and weight formats are as they are.
 
-    A draft block may be missing or too many: who drafts asks for it.
+    A draft may be missing or too many: who drafts asks for it.
 
     Args:
       config: the model.
@@ -30,7 +31,10 @@ def check_params(config: DSV4Config, params: DSV4Params) -> None:
     """
     checks.not_deleted("params", params)
     is_unstacked = any(isinstance(layers, tuple) for layers in params.layers.values())
-    expected = _wanted_shapes(config, params.mtp is not None, is_unstacked)
+    if isinstance(params.mtp, DSparkParams) and config.dspark is None:
+        params = dataclasses.replace(params, mtp=None)  # of sizes that are not known
+    kind = None if params.mtp is None else type(params.mtp)
+    expected = _wanted_shapes(config, kind, is_unstacked)
     found = _shapes(dataclasses.replace(params, peers=None))
     problems = [
         f"{name} must be {expected.get(name, 'absent')}, is {found.get(name, 'absent')}"
@@ -44,8 +48,12 @@ def check_params(config: DSV4Config, params: DSV4Params) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _wanted_shapes(config: DSV4Config, has_draft: bool, is_unstacked: bool) -> dict[str, list[int]]:
-    wanted = param_shapes(dataclasses.replace(config, num_mtp_layers=int(has_draft)))
+def _wanted_shapes(
+    config: DSV4Config, kind: type[DraftParams] | None, is_unstacked: bool
+) -> dict[str, list[int]]:
+    if kind is not DSparkParams:
+        config = dataclasses.replace(config.without_draft(), num_mtp_layers=int(kind is MTPParams))
+    wanted = param_shapes(config)
     return _shapes(unstack_layers(wanted) if is_unstacked else wanted)
 
 

@@ -31,9 +31,10 @@ from dsv4_jax.config.draft import DSparkConfig
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.linear import linear
 from dsv4_jax.model.block import block
-from dsv4_jax.model.dspark_params import DSparkParams
+from dsv4_jax.model.draft_params import DSparkParams
 from dsv4_jax.model.hyper_connections import Residual, collapse_streams
-from dsv4_jax.model.params import DSV4Params, layer_of
+from dsv4_jax.model.layer_params import layer_of
+from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import embed
 from pallas_kernels.common.backend import Backend
 from pallas_kernels.common.formats import CacheFormat

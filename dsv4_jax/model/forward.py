@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from dsv4_jax import checks
 from dsv4_jax.attention.full_sequence import attend_full_sequence
+from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import Output
 from dsv4_jax.attention.selection import Selector, select_by_score
 from dsv4_jax.cache.schema import FormatName, choose_cache_format
@@ -19,7 +20,7 @@ from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.block import block
 from dsv4_jax.model.check_params import check_params
 from dsv4_jax.model.hyper_connections import Residual
-from dsv4_jax.model.params import AttentionParams, DSV4Params
+from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import embed, head
 from pallas_kernels.common.backend import Backend
 from pallas_kernels.common.formats import get_cache_format

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.model.params import HyperConnectionParams
+from dsv4_jax.model.layer_params import HyperConnectionParams
 from pallas_kernels import Backend, hyper_connections, write_streams
 from pallas_kernels.common.pending import MaybeSplit, finish
 from pallas_kernels.hyper_connections.reference import collapse, inverse_rms

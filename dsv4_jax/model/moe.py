@@ -18,7 +18,7 @@ from dsv4_jax.collectives import gather_rows, sum_own_rows, sum_to_rows
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.linear import linear, name_product
 from dsv4_jax.mesh import DATA, MODEL, axis_size, place_on
-from dsv4_jax.model.params import MoEParams
+from dsv4_jax.model.layer_params import MoEParams
 from pallas_kernels import Backend, expert_mlp, mixture_mlp, pick_experts, swiglu_linear
 from pallas_kernels.common.pending import MaybeSplit
 from pallas_kernels.common.rows import QuantizedRows, decode_rows, quantize_rows

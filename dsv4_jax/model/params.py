@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, cast
+from typing import Any
 
 import flax.struct
 import jax
@@ -14,92 +14,22 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv4_jax import checks
-from dsv4_jax.attention.params import AttentionParams, attention_shapes, f32_shape
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import LayerSpec, layer_schedule
-from dsv4_jax.config.layer_types import AttentionType, RouterType
+from dsv4_jax.model.draft_params import DraftParams, DSparkParams, draft_shapes
+from dsv4_jax.model.layer_params import (
+    HyperConnectionParams,
+    LayerParams,
+    head_connection_shapes,
+    layer_of,
+    layer_shapes,
+    stack_shapes,
+)
 from dsv4_jax.model.released import quantize_leaves, released_shapes
 from dsv4_jax.peers import PeerBuffers
-from pallas_kernels.common.weights import Weight, is_quantized
+from pallas_kernels.common.weights import is_quantized
 
 _HOST_SIZE = 2**22  # elements
-
-
-@flax.struct.dataclass(kw_only=True)
-class HyperConnectionParams:
-    """Hyper-connections (mHC) of the head, or of a sublayer: the second size of each.
-
-    Attributes:
-      fn: f32[S, S * D] in the head, f32[(2 + S) * S, S * D] in a sublayer.
-      base: f32[S], f32[(2 + S) * S].
-      scale: f32[1], f32[3].
-    """
-
-    fn: jax.Array
-    base: jax.Array
-    scale: jax.Array
-
-
-@flax.struct.dataclass(kw_only=True)
-class MoEParams:
-    """One mixture of experts; w1 is the gate, w3 the up and w2 the down projection.
-
-    Attributes:
-      gate: [E, D], router.
-      bias: f32[E], added to a score for selection only; None on hash layers.
-      tid2eid: i32[V, k], experts of each token id; None on learned layers.
-      w1: [E, I, D].
-      w2: [E, D, I].
-      w3: [E, I, D].
-      shared_w1: [I, D].
-      shared_w2: [D, I].
-      shared_w3: [I, D].
-    """
-
-    gate: jax.Array
-    bias: jax.Array | None
-    tid2eid: jax.Array | None
-    w1: Weight
-    w2: Weight
-    w3: Weight
-    shared_w1: Weight
-    shared_w2: Weight
-    shared_w3: Weight
-
-
-@flax.struct.dataclass(kw_only=True)
-class LayerParams:
-    """One decoder block: hyper-connection, norm and sublayer, twice; norms are [D]."""
-
-    hc_attn: HyperConnectionParams
-    attn_norm: jax.Array
-    attn: AttentionParams
-    hc_ffn: HyperConnectionParams
-    ffn_norm: jax.Array
-    ffn: MoEParams
-
-
-@flax.struct.dataclass(kw_only=True)
-class DraftParams:
-    """The draft (MTP) block, which shares the embedding and the head.
-
-    Attributes:
-      e_proj: [D, D], of the next token's embedding.
-      h_proj: [D, D], of each stream.
-      enorm: [D].
-      hnorm: [D].
-      block: one window layer with learned routing.
-      hc_head: hyper-connections that collapse its streams.
-      norm: [D], its own final norm.
-    """
-
-    e_proj: Weight
-    h_proj: Weight
-    enorm: jax.Array
-    hnorm: jax.Array
-    block: LayerParams
-    hc_head: HyperConnectionParams
-    norm: jax.Array
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -113,7 +43,7 @@ class DSV4Params:
       hc_head: hyper-connections that collapse the streams before the head.
       norm: [D].
       head: [V, D].
-      mtp: the draft block, or None.
+      mtp: the draft, or None.
       peers: what collectives go through on a mesh, from `peers.make_peer_buffers`; None is NCCL.
     """
 
@@ -147,14 +77,6 @@ class DSV4Params:
         return layer_of(self.layers[spec.kind], spec.kind_idx)
 
 
-def layer_of(layers: LayerParams | tuple[LayerParams, ...], index: int | jax.Array) -> LayerParams:
-    """One layer of a kind; `index` must be static where the layers are a tuple."""
-    if isinstance(layers, tuple):
-        assert isinstance(index, int)
-        return layers[index]
-    return jax.tree.map(lambda leaf: leaf[index], layers)
-
-
 def unstack_layers(params: DSV4Params, *, donate: bool = False) -> DSV4Params:
     """Gives every layer arrays of its own, so that the step unrolls the layers.
 
@@ -168,7 +90,7 @@ def unstack_layers(params: DSV4Params, *, donate: bool = False) -> DSV4Params:
         than one is in memory twice.
 
     Returns:
-      The same parameters; `layers` holds tuples.
+      The same parameters; `layers` holds tuples, and so do the stages of a DSpark draft.
     """
     checks.instance("params", params, DSV4Params)
     donate = checks.flag("donate", donate)
@@ -185,17 +107,20 @@ def unstack_layers(params: DSV4Params, *, donate: bool = False) -> DSV4Params:
             stack.delete()
         return layers
 
-    layers: dict[str, LayerParams | tuple[LayerParams, ...]] = {}
-    for kind, stacked in params.layers.items():
+    def take_apart(
+        stacked: LayerParams | tuple[LayerParams, ...],
+    ) -> tuple[LayerParams, ...]:
         if isinstance(stacked, tuple):
-            layers[kind] = stacked
-            continue
+            return stacked
         leaves, treedef = jax.tree.flatten(stacked)
         columns = [unstack(leaf) for leaf in leaves]
-        layers[kind] = tuple(
-            jax.tree.unflatten(treedef, list(row)) for row in zip(*columns, strict=True)
-        )
-    return dataclasses.replace(params, layers=layers)
+        return tuple(jax.tree.unflatten(treedef, list(row)) for row in zip(*columns, strict=True))
+
+    layers = {kind: take_apart(stacked) for kind, stacked in params.layers.items()}
+    draft = params.mtp
+    if isinstance(draft, DSparkParams):
+        draft = dataclasses.replace(draft, stages=take_apart(draft.stages))
+    return dataclasses.replace(params, layers=layers, mtp=draft)
 
 
 def layer_sharding(sharding: NamedSharding) -> NamedSharding:
@@ -251,17 +176,6 @@ def _dense_shapes(config: DSV4Config, dtype: Any) -> DSV4Params:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     d = config.hidden_size
-    mtp = None
-    if config.num_mtp_layers:
-        mtp = DraftParams(
-            e_proj=array(d, d),
-            h_proj=array(d, d),
-            enorm=array(d),
-            hnorm=array(d),
-            block=layer_shapes(config, AttentionType.SWA, RouterType.LEARNED, array),
-            hc_head=head_connection_shapes(config),
-            norm=array(d),
-        )
     return DSV4Params(
         embed=array(config.vocab_size, d),
         layers={
@@ -273,7 +187,7 @@ def _dense_shapes(config: DSV4Config, dtype: Any) -> DSV4Params:
         hc_head=head_connection_shapes(config),
         norm=array(d),
         head=array(config.vocab_size, d),
-        mtp=mtp,
+        mtp=draft_shapes(config, dtype),
     )
 
 
@@ -349,57 +263,3 @@ def leaf_spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     if name in ("base", "attn_sink", "bias"):
         return 0.0, 0.5
     return 0.0, 1.0 if name in ("ape", "embed") else shape[-1] ** -0.5
-
-
-def stack_shapes(shapes: LayerParams, count: int) -> LayerParams:
-    """Of so many layers alike, stacked."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), shapes)
-
-
-def head_connection_shapes(config: DSV4Config) -> HyperConnectionParams:
-    """Of what collapses the streams before a head."""
-    return _connection_shapes(config, rows=config.hc_mult, scales=1)
-
-
-def _connection_shapes(config: DSV4Config, *, rows: int, scales: int) -> HyperConnectionParams:
-    return HyperConnectionParams(
-        fn=f32_shape(rows, config.hc_mult * config.hidden_size),
-        base=f32_shape(rows),
-        scale=f32_shape(scales),
-    )
-
-
-def _moe_shapes(config: DSV4Config, router: RouterType, array: Any) -> MoEParams:
-    d, width, experts = config.hidden_size, config.moe_intermediate_size, config.num_routed_experts
-    bias = table = None
-    if router == RouterType.LEARNED:
-        bias = f32_shape(experts)
-    else:
-        shape = (config.vocab_size, config.num_experts_per_token)
-        table = cast(Any, jax.ShapeDtypeStruct(shape, jnp.int32))
-    return MoEParams(
-        gate=array(experts, d),
-        bias=bias,
-        tid2eid=table,
-        w1=array(experts, width, d),
-        w2=array(experts, d, width),
-        w3=array(experts, width, d),
-        shared_w1=array(width, d),
-        shared_w2=array(d, width),
-        shared_w3=array(width, d),
-    )
-
-
-def layer_shapes(
-    config: DSV4Config, attn: AttentionType, router: RouterType, array: Any
-) -> LayerParams:
-    """Of one layer; `array` makes a shape in the dtype of activations."""
-    rows = (2 + config.hc_mult) * config.hc_mult
-    return LayerParams(
-        hc_attn=_connection_shapes(config, rows=rows, scales=3),
-        attn_norm=array(config.hidden_size),
-        attn=attention_shapes(config, attn, array),
-        hc_ffn=_connection_shapes(config, rows=rows, scales=3),
-        ffn_norm=array(config.hidden_size),
-        ffn=_moe_shapes(config, router, array),
-    )

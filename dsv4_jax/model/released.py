@@ -23,7 +23,9 @@ from pallas_kernels.common.weights import (
     quantize_mxfp4,
 )
 
-_FP8 = re.compile(r"(^|\.)(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|shared_w[123]|[eh]_proj)$")
+_FP8 = re.compile(
+    r"(^|\.)(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|shared_w[123]|([eh]|main)_proj)$"
+)
 _FP4 = re.compile(r"(^|\.)ffn\.w[123]$")
 
 

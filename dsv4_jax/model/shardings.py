@@ -26,7 +26,7 @@ from dsv4_jax.model.params import DSV4Params, param_shapes
 from pallas_kernels.common.weights import FP8_BLOCK, MXFP4, BlockFP8, Weight, is_quantized
 
 _SPLITS = (
-    (r"(^|\.)(embed|head)$", (MODEL, None)),  # vocabulary
+    (r"(^|\.)(embed|head|markov_w2)$", (MODEL, None)),  # vocabulary
     (r"\.attn\.(wq_b|wo_a)$", (MODEL, None)),  # heads, output groups
     (r"\.attn\.wo_b$", (None, MODEL)),
     (r"\.attn_sink$", (MODEL,)),

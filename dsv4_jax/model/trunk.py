@@ -23,11 +23,8 @@ from dsv4_jax.linear import linear
 from dsv4_jax.mesh import MODEL, axis_size, place_on
 from dsv4_jax.model.block import run_block
 from dsv4_jax.model.hyper_connections import Residual, collapse_streams
-from dsv4_jax.model.params import (
-    DSV4Params,
-    HyperConnectionParams,
-    layer_of,
-)
+from dsv4_jax.model.layer_params import HyperConnectionParams, layer_of
+from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.peers import using
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.norm_rope import rms_norm

@@ -16,7 +16,7 @@ FORMATS = ("BF16", "F32", "FP8", "MXFP4", "I32")
 
 _DENSE_FORMATS = {"bfloat16": "BF16", "float32": "F32", "int32": "I32"}
 _FAMILIES = (
-    ("draft block", r"^mtp\."),
+    ("draft", r"^mtp\."),
     ("embedding", r"^embed$"),
     ("head", r"^head$"),
     ("hyper-connections", r"(^|\.)hc_(attn|ffn|head)\."),
@@ -60,8 +60,8 @@ def weight_family(path: str) -> str:
 
 
 def bytes_by_family(params: Any) -> dict[str, dict[str, int]]:
-    """{family: {format: bytes}} of parameters or of their shapes, the draft block last."""
-    names = [name for name, _ in _FAMILIES[1:]] + ["draft block"]
+    """{family: {format: bytes}} of parameters or of their shapes, the draft last."""
+    names = [name for name, _ in _FAMILIES[1:]] + ["draft"]
     sizes = {name: collections.Counter[str]() for name in names}
     for path, weight in walk_weights(params):
         sizes[weight_family(path)][weight_format(weight)] += weight_bytes(weight)

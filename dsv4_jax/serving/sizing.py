@@ -96,7 +96,7 @@ def plan_engine(
     memory_bytes = options.memory_bytes
     if options.gpu_memory_fraction is not None:
         memory_bytes = device_memory_bytes(options.gpu_memory_fraction)
-    cached = dataclasses.replace(config, num_mtp_layers=int(draft_tokens > 0))
+    cached = config if draft_tokens else config.without_draft()
     pools = plan_pools(
         cached,
         max_requests=_of_shard("max_requests", options.max_requests, mesh),

@@ -12,9 +12,9 @@ from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.cache.step_input import StepInput, index_call
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.config.layer_schedule import draft_layer
+from dsv4_jax.config.layer_schedule import draft_layers
 from dsv4_jax.config.layer_types import AttentionType
-from dsv4_jax.model.draft import draft_logits, run_draft
+from dsv4_jax.model.mtp import draft_logits, run_draft
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.draws import DrawnCounts, guess
 from dsv4_jax.step.sampling import Sampling
@@ -58,7 +58,7 @@ def draft_ahead(
 
     Source: deepseek_v4.md section 1.6.
     """
-    swa, family_idx = AttentionType.SWA, draft_layer(config).family_idx
+    swa, family_idx = AttentionType.SWA, draft_layers(config)[0].family_idx
     handle, new, after = run_draft(
         params, streams, next_token_ids, cache.layer(swa, family_idx, kept), config
     )

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from dsv4_jax.attention.selection import Selection, select_by_score, visible_entries
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
-from dsv4_jax.model.draft import forward_draft
 from dsv4_jax.model.forward import forward, forward_streams
+from dsv4_jax.model.mtp import forward_draft
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import head
 

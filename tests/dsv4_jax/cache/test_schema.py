@@ -86,7 +86,7 @@ def test_only_the_original_layout_keeps_one_scale_per_entry(cache_format):
 @pytest.mark.parametrize("config", [FLASH, PRO], ids=["flash", "pro"])
 def test_the_draft_layer_is_a_window_layer(config):
     """Known bug B16: a draft layer that borrowed another layer's index had its rate and table."""
-    schema = ds.build_schema(config, ds.draft_layer(config))
+    schema = ds.build_schema(config, ds.draft_layers(config)[0])
     assert (schema.layer_idx, schema.attn_type) == (config.num_layers, SWA)
     assert (schema.entries_per_block, schema.tail_buffer_size, schema.indexer_top_k) == (0, 0, 0)
     cache = ds.cache.cache_shapes(

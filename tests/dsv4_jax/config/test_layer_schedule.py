@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.config.layer_schedule import draft_layer, layer_schedule, split_into_segments
+from dsv4_jax.config.layer_schedule import draft_layers, layer_schedule, split_into_segments
 from dsv4_jax.config.layer_types import AttentionType, RouterType
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
@@ -152,7 +152,7 @@ def test_indices_number_families_and_kinds_without_gaps(layers):
 def test_draft_layer_follows_the_trunk(layers):
     attns, routers = zip(*layers, strict=True)
     config = dataclasses.replace(DSV4Config.tiny(), layer_types=attns, router_types=routers)
-    draft = draft_layer(config)
+    (draft,) = draft_layers(config)
     assert (draft.attn, draft.router, draft.kind_idx) == (SWA, LEARNED, 0)
     assert draft.layer_idx == len(layers)
     assert draft.family_idx == attns.count(SWA)

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from dsv4_jax.config import DSV4Config, YarnScaling
-from dsv4_jax.config.layer_schedule import draft_layer
+from dsv4_jax.config.layer_schedule import draft_layers
 from dsv4_jax.model.params import param_shapes
 from helpers.released_configs import (
     CSA,
@@ -187,7 +187,7 @@ def test_draft_layer_is_swa_with_learned_routing(preset):
     """Known bug B16: a draft layer that borrows a trunk layer's ratio and RoPE base (on Pro, whose
     trunk has no window layer to borrow from)."""
     config = preset()
-    draft = draft_layer(config)
+    (draft,) = draft_layers(config)
     assert config.num_mtp_layers == 1
     assert (draft.attn, draft.router) == (SWA, LEARNED)
     assert config.compression_ratio(draft.attn) == 1

@@ -137,7 +137,7 @@ def test_a_later_token_changes_no_earlier_logits(case, logits):
 
 def test_a_model_without_a_draft_block_is_refused(case):
     params, streams, token_ids = case
-    with pytest.raises(ValueError, match=r"params\.mtp is None"):
+    with pytest.raises(ValueError, match=r"params\.mtp must be a draft \(MTP\) block, and is None"):
         ds.model.forward_draft(
             dataclasses.replace(params, mtp=None), streams, token_ids[:, 1:], config=CONFIG
         )

@@ -12,9 +12,10 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.model import dspark
-from dsv4_jax.model.dspark_params import dspark_shapes
+from dsv4_jax.model.draft_params import dspark_shapes
 from dsv4_jax.model.forward import forward_means
-from dsv4_jax.model.params import layer_of, leaf_spread
+from dsv4_jax.model.layer_params import layer_of
+from dsv4_jax.model.params import leaf_spread
 from helpers import block_oracle as oracle
 from helpers.dspark import DRAFT, TRUNK
 from helpers.tolerance import INTERMEDIATE

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.attention.full_sequence import attend_full_sequence
+from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import Output
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.new_tokens import NewTokens
@@ -19,8 +20,9 @@ from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.linear import linear
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.block import block, run_block
+from dsv4_jax.model.draft_params import MTPParams
 from dsv4_jax.model.hyper_connections import Residual
-from dsv4_jax.model.params import AttentionParams, DraftParams, DSV4Params
+from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import head, look_up, start_residual
 from dsv4_jax.peers import using
 from pallas_kernels.common.backend import Backend
@@ -55,9 +57,7 @@ def forward_draft(
       ValueError: the parameters have no draft block, or there is no such format or form.
     """
     params = with_activations(params, activations)
-    draft = params.mtp
-    if draft is None:
-        raise ValueError("params.mtp is None: this checkpoint has no draft (MTP) block")
+    draft = mtp_block(params)
     fmt = get_cache_format(choose_cache_format(config, cache_format, "f32"))
 
     def attention(layer: AttentionParams, x: jax.Array) -> tuple[jax.Array | None, Output]:
@@ -69,6 +69,18 @@ def forward_draft(
         draft.block, residual, next_token_ids, config, attention, backend=Backend.REFERENCE
     )
     return draft_logits(params, residual.written(), config)
+
+
+def mtp_block(params: DSV4Params) -> MTPParams:
+    """The parameters of the MTP block.
+
+    Raises:
+      ValueError: there is no draft, or one of another kind.
+    """
+    if not isinstance(params.mtp, MTPParams):
+        held = "None" if params.mtp is None else "of DSpark stages"
+        raise ValueError(f"params.mtp must be a draft (MTP) block, and is {held}")
+    return params.mtp
 
 
 def run_draft(
@@ -96,8 +108,7 @@ def run_draft(
       The handle, what is still to be committed, and streams [T, S, D], of which `draft_logits`
       makes logits for the token after the next.
     """
-    draft = params.mtp
-    assert draft is not None
+    draft = mtp_block(params)
     ends_block = (handle.positions + 1) % handle.schema.block_tokens == 0
     # This waits for nothing of the trunk, so that it may not go through the trunk's peer buffers.
     embedded = jnp.where(ends_block[:, None], 0, look_up(params.embed, next_token_ids))
@@ -112,13 +123,12 @@ def run_draft(
 
 def draft_logits(params: DSV4Params, streams: jax.Array, config: DSV4Config) -> jax.Array:
     """[..., S, D] of `run_draft` -> f32[..., V]."""
-    draft = params.mtp
-    assert draft is not None
+    draft = mtp_block(params)
     return head(draft.hc_head, draft.norm, params.head, streams, config)
 
 
 def draft_input(
-    draft: DraftParams, embedded: jax.Array, streams: jax.Array, config: DSV4Config
+    draft: MTPParams, embedded: jax.Array, streams: jax.Array, config: DSV4Config
 ) -> jax.Array:
     """Joins the next token's embedding [..., D] to each stream of [..., S, D]."""
     token = linear(rms_norm(embedded, draft.enorm, eps=config.rms_norm_eps), draft.e_proj)
