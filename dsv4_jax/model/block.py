@@ -64,7 +64,9 @@ def run_block(
         *attention, residual, handle, peers, num_rows=token_ids.shape[0], config=config
     )
     experts = params.hc_ffn, params.ffn_norm, params.ffn
-    residual = _run_experts(*experts, residual, token_ids, peers, config=config)
+    residual = _run_experts(
+        *experts, residual, token_ids, handle.call.segment_ids, peers, config=config
+    )
     return handle, new, residual
 
 
@@ -98,12 +100,15 @@ def _run_experts(
     params: MoEParams,
     residual: Residual,
     token_ids: jax.Array,
+    segment_ids: jax.Array,
     peers: PeerBuffers | None,
     *,
     config: DSV4Config,
 ) -> Residual:
     with using(peers):
-        return _experts_sublayer(hc, norm, params, residual, token_ids, config)
+        return _experts_sublayer(
+            hc, norm, params, residual, token_ids, config, segment_ids=segment_ids
+        )
 
 
 def block[State](
@@ -113,6 +118,7 @@ def block[State](
     config: DSV4Config,
     attention: Callable[[AttentionParams, jax.Array], tuple[State, Output]],
     *,
+    segment_ids: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> tuple[State, Residual]:
     """One decoder block.
@@ -125,6 +131,7 @@ def block[State](
       config: the model.
       attention: the attention sublayer, from its parameters and normed input [..., D] to what it
         changes (a cache, say) and its output [..., D].
+      segment_ids: i32[T] of rows [T, S, D], -1 of padding, which picks no expert; None has none.
       backend: implementation of the hyper-connections and of routing; only the reference can be
         differentiated.
 
@@ -143,7 +150,14 @@ def block[State](
         backend=backend,
     )
     residual = _experts_sublayer(
-        params.hc_ffn, params.ffn_norm, params.ffn, residual, token_ids, config, backend=backend
+        params.hc_ffn,
+        params.ffn_norm,
+        params.ffn,
+        residual,
+        token_ids,
+        config,
+        segment_ids=segment_ids,
+        backend=backend,
     )
     checkpoint_name(residual.written(), "out")
     return changed, residual
@@ -174,8 +188,10 @@ def _experts_sublayer(
     token_ids: jax.Array,
     config: DSV4Config,
     *,
+    segment_ids: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> Residual:
     mix = read_streams(hc, norm, residual, config, "ffn_hc", backend=backend)
     x = join_rows(checkpoint_name(mix.normed, "mlp_in"), token_ids.shape[0])
-    return mix.write(mixture_of_experts(params, x, token_ids, config, backend=backend))
+    y = mixture_of_experts(params, x, token_ids, config, segment_ids=segment_ids, backend=backend)
+    return mix.write(y)

@@ -47,6 +47,7 @@ def mixture_of_experts(
     token_ids: jax.Array,
     config: DSV4Config,
     *,
+    segment_ids: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> MaybeSplit:
     """One feed-forward sublayer.
@@ -56,6 +57,7 @@ def mixture_of_experts(
       x: [..., D], normed.
       token_ids: i32[...], which hash layers route by.
       config: the model.
+      segment_ids: i32[T], -1 of padding, which picks no routed expert; None has no padding.
       backend: route of `pick_experts`; only the reference can be differentiated.
 
     Returns:
@@ -70,6 +72,7 @@ def mixture_of_experts(
         token_ids.reshape(-1),
         config,
         first=first if here else None,
+        segment_ids=segment_ids,
         backend=backend,
     )
     experts = params.w1, params.w3, params.w2
@@ -163,6 +166,7 @@ def route(
     config: DSV4Config,
     *,
     first: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The experts that each token picks, and how much of each it gets.
@@ -173,6 +177,7 @@ def route(
       token_ids: i32[T].
       config: the model.
       first: see `pick_experts`.
+      segment_ids: likewise.
       backend: see `mixture_of_experts`.
 
     Returns:
@@ -188,6 +193,7 @@ def route(
         count=config.num_experts_per_token,
         scaling=config.routed_scaling_factor,
         first=first,
+        segment_ids=segment_ids,
         backend=backend,
     )
     return checkpoint_name(picked, "gate/picked"), checkpoint_name(weights, "gate/share")

@@ -74,6 +74,7 @@ def pick_experts(
     count: int,
     scaling: float,
     first: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Picks the experts of each token, and weighs them.
@@ -96,12 +97,14 @@ def pick_experts(
       scaling: what the weights of a token add up to.
       first: i32[], the expert that is number 0 in the result, as on a device that has those from
         there on; None is 0.
+      segment_ids: i32[T], as of `CallIndices`: a token of -1 is padding and picks no expert. None
+        has no padding.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
       i32[T, k] less `first`, distinct on a learned layer: the best first, of equals the lower
-      number, and NaN below all others. And f32[T, k], their weights. Only the reference can be
-      differentiated.
+      number, and NaN below all others; of padding -1. And f32[T, k], their weights; of padding 0.
+      Only the reference can be differentiated.
 
     Raises:
       ValueError: a shape or dtype is wrong, `count` is not within 1 .. E, or both or neither of
@@ -130,7 +133,12 @@ def pick_experts(
         check_indices(expert_ids=expert_ids)
         check_same_length("T", logits=logits, expert_ids=expert_ids)
         check_shape("expert_ids", expert_ids, (logits.shape[0], count), "T, count")
+    if segment_ids is not None:
+        check_rank(1, segment_ids=segment_ids)
+        check_indices(segment_ids=segment_ids)
+        check_same_length("T", logits=logits, segment_ids=segment_ids)
     implementation = resolve(
         "pick_experts", backend, _IMPLEMENTATIONS, arguments={"logits": logits}
     )
-    return implementation(jax_arrays(Arguments(logits, bias, expert_ids, count, scaling, first)))
+    arguments = Arguments(logits, bias, expert_ids, count, scaling, first, segment_ids)
+    return implementation(jax_arrays(arguments))

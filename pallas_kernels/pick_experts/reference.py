@@ -5,6 +5,8 @@
     picked = the k largest s_e + b_e, of equals the lower e        or as given
     w_i    = scaling * s_(picked_i) / (sum of the picked + 1e-20)
 
+Padding picks -1, which is no expert, with a weight of 0.
+
 Source: deepseek_v4.md section 1.5.
 """
 
@@ -30,6 +32,7 @@ class Arguments(NamedTuple):
     picks: int
     scaling: float
     first: jax.Array | None
+    segment_ids: jax.Array | None = None
 
 
 def router_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
@@ -48,7 +51,12 @@ def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     picked = jnp.take_along_axis(scores, expert_ids, axis=-1)  # f32[T, k]
     total = jnp.sum(picked, axis=-1, keepdims=True) + FLOOR  # f32[T, 1]
     weights = picked / total * arguments.scaling  # f32[T, k]
-    return expert_ids if arguments.first is None else expert_ids - arguments.first, weights
+    if arguments.first is not None:
+        expert_ids = expert_ids - arguments.first
+    if arguments.segment_ids is None:
+        return expert_ids, weights
+    live = arguments.segment_ids[:, None] >= 0  # bool[T, 1]
+    return jnp.where(live, expert_ids, -1), jnp.where(live, weights, 0.0)
 
 
 def _best(scores: jax.Array, count: int) -> jax.Array:

@@ -74,8 +74,12 @@ def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
         # Numbers as the device that has those experts counts them.
         below = jnp.int32(0) if inputs.first is None else inputs.first[jnp.int32(0)]
         for pick, (best, score) in enumerate(picked):
-            ids[token, jnp.int32(pick)] = best - below
-            weights[token, jnp.int32(pick)] = score / (total + FLOOR) * arguments.scaling
+            expert, weight = best - below, score / (total + FLOOR) * arguments.scaling
+            if inputs.segment_ids is not None:
+                live = inputs.segment_ids[token] >= 0
+                expert, weight = jnp.where(live, expert, -1), jnp.where(live, weight, 0.0)
+            ids[token, jnp.int32(pick)] = expert
+            weights[token, jnp.int32(pick)] = weight
 
     first = arguments.first
     return triton.launch(
@@ -86,6 +90,7 @@ def pick_experts(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
             bias=arguments.bias,
             expert_ids=arguments.expert_ids,
             first=None if first is None else first.reshape(1),
+            segment_ids=arguments.segment_ids,
         ),
         outputs=(
             jax.ShapeDtypeStruct((num_tokens, count), jnp.int32),
@@ -104,9 +109,11 @@ class _Operands(NamedTuple):
       bias: f32[E]; None where `expert_ids` says which are picked.
       expert_ids: i32[T, k], or None.
       first: i32[1], or None.
+      segment_ids: i32[T], -1 of padding; or None.
     """
 
     logits: Any
     bias: Any
     expert_ids: Any
     first: Any
+    segment_ids: Any

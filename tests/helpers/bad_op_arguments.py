@@ -118,7 +118,7 @@ def calls():
                            "positions": CALL.positions, "dtypes": [jnp.float32]},
         "PeerLayout": {"devices": 2, "lines": 128},
         "pick_experts": {"logits": f32(T, E), "bias": f32(E), "count": 2, "scaling": 1.5,
-                         "first": jnp.int32(0)},
+                         "first": jnp.int32(0), "segment_ids": CALL.segment_ids},
         "pick_experts hash": {"logits": f32(T, E), "expert_ids": i32([[0, 2]] * T), "count": 2,
                               "scaling": 1.5},
         "round_index_queries": {"queries": f32(T, H, C), "frequencies": FREQUENCIES,

@@ -74,6 +74,23 @@ def test_a_device_counts_from_its_first_expert(lane, backend):
     np.testing.assert_allclose(found[1], weights, rtol=1e-6)
 
 
+@pytest.mark.parametrize("first", [None, 7])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_picks_no_expert(lane, backend, first):
+    """Also where its logits are NaN, and with experts of a hash layer; the others stay."""
+    logits, bias = given(5)
+    segment_ids = jnp.asarray([0, -1, 0, 1, -1], jnp.int32)
+    live, logits = np.array(segment_ids) >= 0, logits.at[1].set(jnp.nan)
+    first = None if first is None else jnp.int32(first)
+    hashed = jnp.asarray([[3, 1, 2]] * 5, jnp.int32)
+    for how in ({"bias": bias}, {"expert_ids": hashed}):
+        every = jit_pick(logits, **how, first=first, backend=backend)
+        found = jit_pick(logits, **how, first=first, segment_ids=segment_ids, backend=backend)
+        for whole, cut, nothing in zip(every, found, (-1, 0), strict=True):
+            np.testing.assert_array_equal(cut[live], whole[live])
+            np.testing.assert_array_equal(cut[~live], nothing)
+
+
 def product(num_tokens, dim, seed=0):
     rng = np.random.default_rng(seed)
     rows, gate = rng.normal(size=(num_tokens, dim)), rng.normal(size=(E, dim)) * dim**-0.5
