@@ -21,7 +21,7 @@ from dsv4_jax.model.block import block
 from dsv4_jax.model.check_params import check_params
 from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.model.trunk import embed, head
+from dsv4_jax.model.trunk import embed, head, mean_of_streams
 from pallas_kernels.common.backend import Backend
 from pallas_kernels.common.formats import get_cache_format
 from pallas_kernels.common.weights import ACTIVATIONS, with_activations
@@ -161,7 +161,6 @@ def _run(
         )
         chosen = chosen if selected is None else selected
         if spec.layer_idx in targets:
-            streams = residual.written()
-            means.append(jnp.mean(streams, axis=-2, dtype=jnp.float32).astype(streams.dtype))
+            means.append(mean_of_streams(residual.written()))
     streams = residual.written()
     return streams, jnp.stack(means, axis=-2) if means else streams[..., :0, :]

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.collectives import join_rows, rows_of_a_device, sum_over_model, take_rows
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.config.layer_schedule import Segment, layer_schedule, split_into_segments
+from dsv4_jax.config.layer_schedule import LayerSpec, Segment, layer_schedule, split_into_segments
 from dsv4_jax.linear import linear
 from dsv4_jax.mesh import MODEL, axis_size, place_on
 from dsv4_jax.model.block import run_block
@@ -49,6 +51,22 @@ def look_up(table: jax.Array, token_ids: jax.Array) -> jax.Array:
     return sum_over_model(jnp.where(is_own[..., None], rows, 0))
 
 
+class TrunkOutput(NamedTuple):
+    """What the trunk gives for a call.
+
+    Attributes:
+      cache: the cache after the call; lengths are not advanced.
+      staged: tokens that are still to be committed, by attention type; None if there are none.
+      streams: [T, S, D], residual streams before the head.
+      means: [T, K, D], the streams' means after each target layer; None without targets.
+    """
+
+    cache: ModelCache
+    staged: dict[str, NewTokens] | None
+    streams: jax.Array
+    means: jax.Array | None
+
+
 def run_layers(
     params: DSV4Params,
     cache: ModelCache,
@@ -56,7 +74,9 @@ def run_layers(
     call: CallIndices,
     staged: dict[str, NewTokens] | None,
     config: DSV4Config,
-) -> tuple[ModelCache, dict[str, NewTokens] | None, jax.Array]:
+    *,
+    targets: tuple[int, ...] = (),
+) -> TrunkOutput:
     """The trunk on a cache: every layer appends, selects and attends.
 
     Layers of a repeating pattern are scanned, with the cache in the carry; layers that have arrays
@@ -70,9 +90,7 @@ def run_layers(
       staged: None commits the call's tokens layer by layer. Else it receives them, by attention
         type, stacked [L, ...], and rings and states stay as they were.
       config: the model.
-
-    Returns:
-      The cache, `staged`, and the streams [T, S, D] before the head. Lengths are not advanced.
+      targets: layers, ascending, after which a DSpark draft reads the streams.
     """
     selected = None
     if config.index_reuse:
@@ -80,11 +98,28 @@ def run_layers(
         width = selected_width(max_entries, config)
         selected = jnp.zeros((token_ids.shape[0], width), jnp.int32)
     carry = (cache, staged, start_residual(embed(params, token_ids, config)), selected)
-    for segment in split_into_segments(layer_schedule(config)):
+    means = []
+    for segment in _segments(layer_schedule(config), targets):
         carry = _run_segment(segment, params, token_ids, call, config, carry)
+        if segment.pattern[-1].layer_idx in targets and segment.repeats == 1:
+            means.append(mean_of_streams(carry[2].written()))
     cache, staged, residual, _ = carry
+    num_rows = token_ids.shape[0]
     with using(params.peers):
-        return cache, staged, join_rows(residual.written(), token_ids.shape[0])
+        joined = join_rows(jnp.stack(means, axis=1), num_rows) if means else None
+        return TrunkOutput(cache, staged, join_rows(residual.written(), num_rows), joined)
+
+
+def mean_of_streams(streams: jax.Array) -> jax.Array:
+    """[..., S, D] -> [..., D], summed in f32."""
+    return jnp.mean(streams, axis=-2, dtype=jnp.float32).astype(streams.dtype)
+
+
+def _segments(schedule: tuple[LayerSpec, ...], targets: tuple[int, ...]) -> tuple[Segment, ...]:
+    """Segments of the trunk, each target layer in one of its own."""
+    cuts = sorted({0, len(schedule), *targets, *(target + 1 for target in targets)})
+    parts = (schedule[start:end] for start, end in itertools.pairwise(cuts))
+    return tuple(segment for part in parts for segment in split_into_segments(part))
 
 
 def start_residual(streams: jax.Array) -> Residual:

@@ -49,8 +49,8 @@ def run_step(
     """
     step_input = pad_tokens(step_input)
     call = cache.index(step_input, max_row_tokens=max_row_tokens)
-    cache, _, streams = run_layers(params, cache, step_input.token_ids, call, None, config)
-    return advance(cache, call), call, streams
+    ran = run_layers(params, cache, step_input.token_ids, call, None, config)
+    return advance(ran.cache, call), call, ran.streams
 
 
 def check_call(
@@ -109,7 +109,7 @@ def stage_step(
     params = with_activations(params, activations)
     num_tokens, step_input = step_input.token_ids.shape[0], pad_tokens(step_input)
     call = cache.index(step_input)
-    cache, new_tokens, streams = run_layers(
+    cache, new_tokens, streams, _ = run_layers(
         params,
         cache,
         step_input.token_ids,
