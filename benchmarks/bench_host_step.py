@@ -39,7 +39,8 @@ class InstantArrays:
         order = np.arange(width)[None]
         drawn = np.where((order <= accepted[:, None]) & (counts > 0)[:, None], 7, -1)
         drafts = np.full((self._slots, width - 1), 7)
-        columns = np.concatenate([drawn, kept[:, None], drafts], axis=1).astype(np.int32)
+        checked = np.full((self._slots, 1), width - 1)
+        columns = np.concatenate([drawn, kept[:, None], drafts, checked], axis=1).astype(np.int32)
         output = ServeOutput(columns=columns, logprobs=None)
         self._outputs.append(output)
         return output

@@ -1,5 +1,7 @@
 """A DSpark draft: what settled tokens leave, a pass over a block, and the chain of its tokens.
 
+`dspark_sequence.py` has the same over whole sequences.
+
 A token is settled when the trunk has run it and it is kept. The anchor is the token that the trunk
 has drawn and not yet run; the block stands at its position and those after it, and row i guesses
 the token at the position after row i.
@@ -16,30 +18,26 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from dsv4_jax.attention.block_attention import block_attention
 from dsv4_jax.attention.params import AttentionParams
-from dsv4_jax.attention.projections import (
-    Output,
-    inverse_rope,
-    output,
-    project_input,
-    rotated_queries,
-    window_entry,
-)
+from dsv4_jax.attention.projections import Output
 from dsv4_jax.attention.rope import rope_frequencies
+from dsv4_jax.cache.draft_blocks import Blocks
+from dsv4_jax.cache.new_tokens import NewTokens
+from dsv4_jax.cache.state_cache import StateCachePool
+from dsv4_jax.collectives import join_rows
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.config.draft import DSparkConfig
+from dsv4_jax.config.layer_schedule import draft_layers
 from dsv4_jax.config.layer_types import AttentionType
-from dsv4_jax.linear import linear
+from dsv4_jax.linear import linear, linears
 from dsv4_jax.model.block import block
 from dsv4_jax.model.draft_params import DSparkParams
-from dsv4_jax.model.hyper_connections import Residual, collapse_streams
-from dsv4_jax.model.layer_params import layer_of
+from dsv4_jax.model.hyper_connections import collapse_streams
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.model.trunk import embed
-from pallas_kernels.common.backend import Backend
-from pallas_kernels.common.formats import CacheFormat
+from dsv4_jax.model.trunk import embed, start_residual
+from dsv4_jax.peers import using
+from pallas_kernels import NormRope, encode_tokens
 from pallas_kernels.common.norm_rope import rms_norm
-from pallas_kernels.sparse_attention.reference import attend
 
 
 class Guesses(NamedTuple):
@@ -68,123 +66,101 @@ class Drafts(NamedTuple):
     confidence: jax.Array
 
 
-def context_entries(
-    draft: DSparkParams,
+def context_tokens(
+    params: DSV4Params,
     means: jax.Array,
     positions: jax.Array,
+    state: StateCachePool,
     config: DSV4Config,
-    fmt: CacheFormat,
-) -> jax.Array:
-    """What each stage keeps of settled tokens: the entry of its window ring.
-
-    A stage is never run for settled tokens. All of them read one vector of a token, which the
-    trunk's target layers make, so that an entry depends on that token's residual streams alone.
+) -> NewTokens:
+    """`context_entries` of a call's tokens, encoded as the rings of the stages keep them.
 
     Args:
-      draft: parameters of the draft.
-      means: [..., K, D], the mean over the streams after each target layer (`forward_means`).
-      positions: i32[...].
+      params: model parameters, with DSpark stages.
+      means: [T, K, D], of the trunk (`TrunkOutput`).
+      positions: i32[T].
+      state: the pool of window layers.
       config: the model.
-      fmt: rounds what a cache of that format would round.
 
     Returns:
-      f32[stages, ..., C], rotated to the token's position.
+      What the stages are to commit, stacked [stages, T, ...].
     """
-    joined = means.reshape(*means.shape[:-2], -1)
-    projected = checkpoint_name(linear(joined, draft.main_proj), "main_lin")
-    context = rms_norm(projected, draft.main_norm, eps=config.rms_norm_eps)
-    context = checkpoint_name(context, "c")
-    frequencies = rope_frequencies(config, AttentionType.SWA)
-    entries = []
-    for stage in range(draft.num_stages):
-        layer = layer_of(draft.stages, stage).attn
-        kv = checkpoint_name(linear(context, layer.wkv), "kv_lin")
-        entry = window_entry(layer, kv, positions, frequencies, config)
-        entries.append(fmt.round_entry(entry, config.rope_dim))
-    return jnp.stack(entries)
+    draft = dspark_stages(params)
+    with using(params.peers):
+        layers, joined = draft.layers, means.reshape(means.shape[0], -1)
+        context = linear(joined, draft.main_proj)
+        context = rms_norm(context, draft.main_norm, eps=config.rms_norm_eps)
+        projected = linears(context, [layer.attn.wkv for layer in layers])
+        frequencies = rope_frequencies(config, AttentionType.SWA)
+        entries = []
+        for layer, kv in zip(layers, projected, strict=True):
+            norm_rope = NormRope(layer.attn.kv_norm, frequencies, config.rms_norm_eps)
+            codec = state.schema.format.entry
+            entries.append(encode_tokens(None, kv, norm_rope, positions, codec=codec)[1])
+    window = jax.tree.map(lambda *planes: jnp.stack(planes), *entries)
+    return NewTokens(window=window, compressor=None, indexer=None)
 
 
-def guess_block(
+def run_blocks(
     params: DSV4Params,
-    draft: DSparkParams,
     anchor_ids: jax.Array,
-    anchor_positions: jax.Array,
-    entries: jax.Array,
-    *,
+    blocks: Blocks,
+    state: StateCachePool,
     config: DSV4Config,
-    spec: DSparkConfig,
-    fmt: CacheFormat,
 ) -> Guesses:
-    """One pass over the anchor and noise tokens behind it.
-
-    Every row attends to the same keys: the last W settled tokens and all N rows of the block, those
-    after it too. Nothing of the block is kept.
+    """`guess_block` on the rings: one pass over the blocks of B requests.
 
     Args:
-      params: of the trunk, whose embedding and head the draft shares.
-      draft: parameters of the draft.
-      anchor_ids: i32[B].
-      anchor_positions: i32[B]; tokens before it are settled.
-      entries: f32[stages, B, T, C] of tokens 0 .. T - 1; those from the anchor on are not read.
-      config: the model.
-      spec: sizes of the draft.
-      fmt: rounds the block's own entries as it rounded those.
+      params: model parameters, with DSpark stages.
+      anchor_ids: i32[B], drawn and not yet run.
+      blocks: where they stand.
+      state: the pool of window layers, with all settled tokens.
+      config: the model, with `dspark`.
     """
-    ids = jnp.full((anchor_ids.shape[0], spec.block_size), spec.noise_token_id, jnp.int32)
-    ids = ids.at[:, 0].set(anchor_ids)
-    positions = anchor_positions[:, None] + jnp.arange(spec.block_size, dtype=jnp.int32)[None]
-    age = anchor_positions[:, None] - jnp.arange(entries.shape[2], dtype=jnp.int32)[None]
-    is_context = (age >= 1) & (age <= config.sliding_window)  # [B, T]
-    residual = Residual.start(embed(params, ids, config))
-    for stage in range(draft.num_stages):
+    draft, spec = dspark_stages(params), config.dspark
+    assert spec is not None
+    num_blocks, size = anchor_ids.shape[0], blocks.size
+    ids = jnp.full((num_blocks, size), spec.noise_token_id, jnp.int32)
+    ids = ids.at[:, 0].set(anchor_ids).reshape(-1)
+    residual = start_residual(embed(params, ids, config))
+    with using(params.peers):
+        for layer, place in zip(draft.layers, draft_layers(config), strict=True):
 
-        def attention(
-            layer: AttentionParams, x: jax.Array, context: jax.Array = entries[stage]
-        ) -> tuple[None, Output]:
-            return None, attend_block(layer, x, positions, context, is_context, config, fmt)
+            def attention(
+                layer: AttentionParams, x: jax.Array, family_idx: int = place.family_idx
+            ) -> tuple[None, Output]:
+                return None, block_attention(layer, x, state, family_idx, blocks, config)
 
-        _, residual = block(
-            layer_of(draft.stages, stage), residual, ids, config, attention,
-            backend=Backend.REFERENCE,
-        )  # fmt: skip
-    hidden = collapse_streams(draft.hc_head, residual.written(), config)
+            _, residual = block(
+                layer, residual, ids, config, attention, segment_ids=blocks.segment_ids
+            )
+        streams = join_rows(residual.written(), ids.shape[0])
+    return draft_guesses(params, streams.reshape(num_blocks, size, *streams.shape[1:]), config)
+
+
+def draft_guesses(params: DSV4Params, streams: jax.Array, config: DSV4Config) -> Guesses:
+    """What the last stage's streams [B, N, S, D] give."""
+    draft = dspark_stages(params)
+    hidden = collapse_streams(draft.hc_head, streams, config)
     hidden = checkpoint_name(hidden, "hidden")
     normed = checkpoint_name(rms_norm(hidden, draft.norm, eps=config.rms_norm_eps), "normed")
     return Guesses(hidden, linear(normed, params.head, dtype=jnp.float32))
 
 
-def attend_block(
-    params: AttentionParams,
-    x: jax.Array,
-    positions: jax.Array,
-    context: jax.Array,
-    is_context: jax.Array,
-    config: DSV4Config,
-    fmt: CacheFormat,
-) -> Output:
-    """The attention of a stage: [B, N, D], normed -> [B, N, D].
+def dspark_stages(params: DSV4Params) -> DSparkParams:
+    """The parameters of the DSpark stages.
 
-    Args:
-      params: parameters of the layer.
-      x: the block's rows.
-      positions: i32[B, N].
-      context: f32[B, T, C], entries of settled tokens.
-      is_context: bool[B, T], which of them the block sees.
-      config: the model.
-      fmt: rounds the block's own entries.
+    Raises:
+      ValueError: there is no draft, or one of another kind.
     """
-    frequencies = rope_frequencies(config, AttentionType.SWA)
-    latent, kv = project_input(params, x, config)
-    queries = rotated_queries(params, latent, positions, frequencies, config)
-    own = fmt.round_entry(window_entry(params, kv, positions, frequencies, config), config.rope_dim)
-    keys = jnp.concatenate([context, own], axis=1)[:, None]  # [B, 1, T + N, C]
-    valid = jnp.concatenate([is_context, jnp.ones(own.shape[:2], bool)], axis=1)[:, None]
-    attended = attend(queries, keys, valid, params.attn_sink, scale=config.head_dim**-0.5)
-    return output(params, inverse_rope(attended.astype(x.dtype), positions, frequencies), config)
+    if not isinstance(params.mtp, DSparkParams):
+        held = "None" if params.mtp is None else "an MTP block"
+        raise ValueError(f"params.mtp must be DSpark stages, and is {held}")
+    return params.mtp
 
 
 def chain(
-    draft: DSparkParams,
+    params: DSV4Params,
     anchor_ids: jax.Array,
     guesses: Guesses,
     choose: Callable[[jax.Array, int], jax.Array],
@@ -192,11 +168,12 @@ def chain(
     """Ties the guesses of a block together: each is corrected by the token before it.
 
     Args:
-      draft: parameters of the draft.
+      params: model parameters, with DSpark stages.
       anchor_ids: i32[B].
       guesses: of `guess_block`.
       choose: draws i32[B] from f32[B, V], the corrected logits of row i.
     """
+    draft = dspark_stages(params)
     previous, found = anchor_ids, []
     for row in range(guesses.logits.shape[1]):
         hint = draft.markov_w1[previous]  # [B, r]

@@ -97,7 +97,7 @@ class Engine(EngineCore):
         plan = plan_engine(
             config,
             options,
-            has_draft_block=params.mtp is not None,
+            params=params,
             has_tokenizer=tokenizer is not None,
         )
         if _unrolls(options):

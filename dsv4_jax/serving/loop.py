@@ -310,8 +310,7 @@ class ServingLoop:
         self.queue.check_room(slots, after)
         shards.advance(slots, kept)
         if self._options.draft_tokens:
-            self.metrics.drafted_tokens += int(rows.num_drafts[alive].sum())
-            self.metrics.accepted_tokens += int((kept - rows.num_appended[alive]).sum())
+            self.metrics.count_drafts(result.num_drafts[slots], kept - rows.num_appended[alive])
         for row in (after // size > before // size).nonzero()[0].tolist():
             request = flight.running[int(slots[row])]
             token_ids = request.token_ids[: before[row] + num_tokens[row]]

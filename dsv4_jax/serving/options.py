@@ -27,7 +27,7 @@ from dsv4_jax.rules import (
 from pallas_kernels.common.formats import CACHE_FORMATS
 from pallas_kernels.common.weights import ACTIVATIONS
 
-MAX_DRAFT_TOKENS = 8
+MAX_DRAFT_TOKENS = 16
 MAX_STEPS_PER_CALL = 64
 MAX_STEP_SIZES = 64
 """Sizes of steps: each is a program."""
@@ -62,7 +62,10 @@ class EngineOptions:
         `max_requests * (draft_tokens + 1)` tokens, with the requests of a data shard; without
         drafts it is a leaner program. A size of `prefill_tokens` makes one program of both, whose
         results are then bit for bit the same whatever runs beside a request.
-      draft_tokens: k, tokens that the draft block guesses per step, 0 to 8; 0 is no speculation.
+      draft_tokens: k, tokens that the draft guesses per step; 0 is no speculation. An MTP block
+        guesses up to 8, DSpark stages up to their block size.
+      draft_cut: of DSpark stages, checks a draft only where the chance that it is kept is worth the
+        experts that its row reads, beside so many requests. It changes no answer.
       steps_per_call: decode steps that the host launches at once, for hosts that take longer for a
         step than the device: 1 to 64, best a divisor of a block's tokens. They compute what single
         steps do, to the bit, but tokens come in groups, and a new request waits for the calls in
@@ -133,9 +136,10 @@ class EngineOptions:
         int,
         Ruled(
             Whole(0, MAX_DRAFT_TOKENS, f"0..{MAX_DRAFT_TOKENS}"),
-            help="tokens that the draft block guesses in a step; 0 is no speculation",
+            help="tokens that the draft guesses in a step; 0 is no speculation",
         ),
     ] = 0
+    draft_cut: Annotated[bool, Ruled(Flag())] = False
     steps_per_call: Annotated[
         int,
         Ruled(

@@ -11,6 +11,9 @@ from dsv4_jax.allocator.pool_plan import PoolPlan, device_memory_bytes, plan_poo
 from dsv4_jax.cache.schema import FormatName, check_selector, choose_cache_format
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import AXES, DATA, check_divides, mesh_sizes
+from dsv4_jax.model.draft_params import DraftParams, DSparkParams
+from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.serving.draft_worth import StepCost, least_survival
 from dsv4_jax.serving.options import EngineOptions
 from dsv4_jax.step.settings_size import count_entries
 
@@ -23,7 +26,7 @@ class EnginePlan:
     and the pools. What follows from these is not shown again.
 
     Attributes:
-      config: the model as the cache sees it: with a draft block only if there are drafts.
+      config: the model as the cache sees it: with a draft only if there are drafts.
       options: as they were given, but for the idea, which `config` has.
       pools: sizes of the pools of a data shard.
       step_sizes: tokens of a general step on a data shard, ascending; each is a program.
@@ -32,6 +35,8 @@ class EnginePlan:
       grammars: requests may have grammars; else no step takes masks.
       prefill_activations: what multiplies quantised weights in steps that hold prompt tokens.
       overlap: the next step is launched before the last one is read, where it can be.
+      least_survival: chance of being kept at which a draft is checked, where one request decodes,
+        two, and so on, of all data shards together; None checks all.
     """
 
     config: DSV4Config
@@ -43,6 +48,7 @@ class EnginePlan:
     grammars: bool
     prefill_activations: str = dataclasses.field(repr=False)
     overlap: bool = dataclasses.field(repr=False)
+    least_survival: tuple[float, ...] | None = dataclasses.field(default=None, repr=False)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -51,7 +57,7 @@ class EnginePlan:
 
     @property
     def draft_tokens(self) -> int:
-        """k, tokens that the draft block guesses per step."""
+        """k, tokens that the draft guesses per step."""
         return self.options.draft_tokens
 
     @property
@@ -72,14 +78,18 @@ class EnginePlan:
 
 
 def plan_engine(
-    config: DSV4Config, options: EngineOptions, *, has_draft_block: bool, has_tokenizer: bool
+    config: DSV4Config,
+    options: EngineOptions,
+    *,
+    params: DSV4Params,
+    has_tokenizer: bool,
 ) -> EnginePlan:
     """Works an engine's sizes out.
 
     Args:
       config: the model, with the idea of the options.
       options: what was asked for.
-      has_draft_block: the parameters have one.
+      params: of the model, or their shapes.
       has_tokenizer: the engine has one, without which there are no grammars.
 
     Raises:
@@ -89,10 +99,7 @@ def plan_engine(
     checks.instance("config", config, DSV4Config)
     mesh, draft_tokens = options.mesh, options.draft_tokens
     check_selector(config, split_cache=options.split_cache)
-    if draft_tokens and not has_draft_block:
-        raise ValueError(
-            f"draft_tokens={draft_tokens} needs a draft (MTP) block, and params.mtp is None"
-        )
+    _check_drafts(options, config, params.mtp)
     memory_bytes = options.memory_bytes
     if options.gpu_memory_fraction is not None:
         memory_bytes = device_memory_bytes(options.gpu_memory_fraction)
@@ -112,7 +119,7 @@ def plan_engine(
         block_parts=mesh_sizes(mesh)[1] if options.split_cache and mesh is not None else 1,
     )
     sizes, plain_size = step_sizes(options, max_requests=pools.max_requests)
-    return EnginePlan(
+    plan = EnginePlan(
         config=cached,
         options=options.changed(idea=None),
         pools=pools,
@@ -123,6 +130,54 @@ def plan_engine(
         prefill_activations=options.prefill_activations or options.activations,
         overlap=options.overlap and not options.debug,
     )
+    return dataclasses.replace(plan, least_survival=_least_survivals(plan, params))
+
+
+def _least_survivals(plan: EnginePlan, params: DSV4Params) -> tuple[float, ...] | None:
+    """`EnginePlan.least_survival`."""
+    if not plan.options.draft_cut:
+        return None
+    cost = StepCost.of(plan.config, params)
+    most = plan.pools.max_requests * plan.data_shards
+    return tuple(least_survival(cost, count, plan.draft_tokens) for count in range(1, most + 1))
+
+
+def _check_drafts(options: EngineOptions, config: DSV4Config, draft: DraftParams | None) -> None:
+    """Refuses drafts that the parameters cannot make, or not so many, or not cut.
+
+    Raises:
+      ValueError: config and parameters have no draft, or of different kinds, or `draft_tokens` is
+        more than it guesses, or `draft_cut` is set for drafts without confidences.
+    """
+    draft_tokens = options.draft_tokens
+    if options.draft_cut and not (draft_tokens and isinstance(draft, DSparkParams)):
+        raise ValueError(
+            "draft_cut=True needs draft_tokens of DSpark stages, which say how sure they are, got "
+            f"{draft_tokens=} and a draft that is {_kind_of(draft)}"
+        )
+    if not draft_tokens:
+        return
+    if draft is None:
+        raise ValueError(
+            f"draft_tokens={draft_tokens} needs a draft (an MTP block or DSpark stages), and "
+            "params.mtp is None"
+        )
+    if isinstance(draft, DSparkParams) != (config.dspark is not None) or not config.has_draft:
+        raise ValueError(
+            f"draft_tokens={draft_tokens} needs a config with the draft of the parameters, which "
+            f"is {_kind_of(draft)}; take the config that load_checkpoint gave with them"
+        )
+    if draft_tokens > config.max_draft_tokens:
+        raise ValueError(
+            f"draft_tokens must be at most {config.max_draft_tokens}, the tokens that the draft "
+            f"guesses, got {draft_tokens}"
+        )
+
+
+def _kind_of(draft: DraftParams | None) -> str:
+    if draft is None:
+        return "None"
+    return "DSpark stages" if isinstance(draft, DSparkParams) else "an MTP block"
 
 
 def _of_shard(name: str, count: int, mesh: Mesh | None, *, split: bool = False) -> int:

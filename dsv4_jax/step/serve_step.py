@@ -28,8 +28,10 @@ from dsv4_jax.model.trunk import run_layers
 from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.draft_ahead import draft_ahead
 from dsv4_jax.step.draws import DrawnCounts, Logprobs, TokenMasks, draw
+from dsv4_jax.step.propose import propose, stage_context
 from dsv4_jax.step.sampling import MAX_LOGPROBS, Sampling
 from dsv4_jax.step.step import check_call, pad_tokens, run_step, trunk_logits
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.weights import with_activations
 
 LAST_DRAWN = -1
@@ -54,6 +56,8 @@ class ServeInput:
       counts: what rows have drawn before, for their penalties; None is nothing.
       masks: which tokens rows may draw, n at least what the step draws of a row; None is all.
       num_steps: i32[B], steps that a row makes in `plain_decode_steps`; None elsewhere.
+      least_survival: f32[B], of DSpark stages: drafts that the step before guessed are checked as
+        far as the chance that all of them are kept is at least this; None, or 0, checks all.
     """
 
     step: StepInput
@@ -64,6 +68,7 @@ class ServeInput:
     counts: DrawnCounts | None = None
     masks: TokenMasks | None = None
     num_steps: jax.Array | None = None
+    least_survival: jax.Array | None = None
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -71,15 +76,18 @@ class ServeOutput:
     """What a step gives back to the host.
 
     Attributes:
-      columns: i32[B, 2n], n drawn tokens, how many tokens of the call stay, and n - 1 drafts, side
-        by side: one array goes to the host faster than three. n is k + 1, or what
-        `plain_decode_steps` draws.
+      columns: i32[B, 2n + 1], n drawn tokens, how many tokens of the call stay, n - 1 drafts, and
+        how many drafts were checked, side by side: one array goes to the host faster than four. n
+        is k + 1, or what `plain_decode_steps` draws.
       logprobs: of the drawn tokens, [B, k + 1]; None where they were left on the device. Calls of
         several steps have none, and leave what was there.
+      confidence: f32[B, k], of DSpark drafts the logit of the chance that each is kept if those
+        before it are; None of others.
     """
 
     columns: jax.Array
     logprobs: Logprobs | None
+    confidence: jax.Array | None = None
 
     @classmethod
     def of(
@@ -90,17 +98,27 @@ class ServeOutput:
         logprobs: Logprobs | None,
         *,
         last: ServeOutput | None = None,
+        num_drafts: jax.Array | None = None,
+        confidence: jax.Array | None = None,
     ) -> ServeOutput:
         """Fields as the properties have them, widened to those of `last`, whose place it takes."""
         if last is not None and (spare := last.token_ids.shape[1] - token_ids.shape[1]):
             token_ids = jnp.pad(token_ids, ((0, 0), (0, spare)), constant_values=-1)
             draft_token_ids = jnp.pad(draft_token_ids, ((0, 0), (0, spare)))
-        columns = jnp.concatenate([token_ids, num_kept[:, None], draft_token_ids], axis=1)
-        return cls(columns=columns, logprobs=logprobs)
+        num_drafts = jnp.zeros_like(num_kept) if num_drafts is None else num_drafts
+        parts = [token_ids, num_kept[:, None], draft_token_ids, num_drafts[:, None]]
+        columns = jnp.concatenate(parts, axis=1)
+        return cls(columns=columns, logprobs=logprobs, confidence=confidence)
 
     @classmethod
     def empty(
-        cls, num_rows: int, draft_tokens: int, vocab_size: int, *, num_steps: int = 1
+        cls,
+        num_rows: int,
+        draft_tokens: int,
+        vocab_size: int,
+        *,
+        num_steps: int = 1,
+        has_confidence: bool = False,
     ) -> ServeOutput:
         """Of no step: what the first one is given as that of the step before.
 
@@ -109,16 +127,18 @@ class ServeOutput:
           draft_tokens: k.
           vocab_size: of the model.
           num_steps: the most that a call makes.
+          has_confidence: the drafts are those of DSpark stages.
         """
         width = num_rows, draft_tokens + 1
         shape = (*width, min(MAX_LOGPROBS, vocab_size))
         return cls(
-            columns=jnp.zeros((num_rows, 2 * max(draft_tokens + 1, num_steps)), jnp.int32),
+            columns=jnp.zeros((num_rows, 2 * max(draft_tokens + 1, num_steps) + 1), jnp.int32),
             logprobs=Logprobs(
                 drawn=jnp.zeros(width, jnp.float32),
                 token_ids=jnp.zeros(shape, jnp.int32),
                 top=jnp.zeros(shape, jnp.float32),
             ),
+            confidence=jnp.zeros((num_rows, draft_tokens)) if has_confidence else None,
         )
 
     @property
@@ -134,7 +154,12 @@ class ServeOutput:
     @property
     def draft_token_ids(self) -> jax.Array:
         """i32[B, n - 1], guesses at what follows the last drawn token; of k drafts."""
-        return self.columns[:, self.columns.shape[1] // 2 + 1 :]
+        return self.columns[:, self.columns.shape[1] // 2 + 1 : -1]
+
+    @property
+    def num_drafts(self) -> jax.Array:
+        """i32[B], drafts of the call that were checked."""
+        return self.columns[:, -1]
 
 
 @on_mesh(("cache", "store", BY_ROW))
@@ -157,7 +182,7 @@ def serve_step(
       store: snapshots.
       serve_input: what to run.
       last: what the step before gave, of the same rows; None where the host gives every token.
-      config: the model; with a draft block if `draft_tokens` is above 0.
+      config: the model; with a draft if `draft_tokens` is above 0.
       draft_tokens: k, the most drafts of a row; static.
       activations: as in `decode_step`.
 
@@ -172,17 +197,21 @@ def serve_step(
     params = with_activations(params, activations)
     step_input = pad_tokens(step_input)
     num_tokens = step_input.token_ids.shape[0]
-    call = cache.index(step_input)
-    cache, new_tokens, streams = run_layers(
+    call, num_checked = cut_drafts(
+        cache.index(step_input), step_input.token_ids, serve_input, last, draft_tokens
+    )
+    dspark = config.dspark if draft_tokens else None
+    cache, new_tokens, streams, means = run_layers(
         params,
         cache,
         step_input.token_ids,
         call,
         empty_staged(cache.state, call.positions.shape[0]),
         config,
+        targets=() if dspark is None else dspark.target_layers,
     )
     assert new_tokens is not None
-    first = call.row_offsets + call.row_counts - serve_input.num_checked
+    first = call.row_offsets + call.row_counts - num_checked
     checked = jnp.clip(
         first[:, None] + jnp.arange(draft_tokens + 1, dtype=jnp.int32)[None], 0, num_tokens - 1
     )
@@ -191,20 +220,22 @@ def serve_step(
         logits.reshape(*checked.shape, -1),
         step_input.token_ids[checked],
         call.positions[checked],
-        serve_input.num_checked,
+        num_checked,
         serve_input.sampling,
         serve_input.counts,
         serve_input.masks,
         config,
     )
     live = (call.row_slots >= 0) & (call.row_counts > 0)
-    num_kept = call.row_counts - serve_input.num_checked + 1 + num_accepted
+    num_kept = call.row_counts - num_checked + 1 + num_accepted
     num_kept = jnp.where(live, num_kept, 0)
     kept = call.keep(num_kept)
-    drafts = jnp.zeros((call.row_slots.shape[0], 0), jnp.int32)
-    if draft_tokens:
-        last_drawn = jnp.take_along_axis(drawn, num_accepted[:, None], axis=1)[:, 0]
-        follows = serve_input.next_token_ids
+    drafts, confidence = jnp.zeros((call.row_slots.shape[0], 0), jnp.int32), None
+    last_drawn = jnp.take_along_axis(drawn, num_accepted[:, None], axis=1)[:, 0]
+    follows = serve_input.next_token_ids
+    if means is not None:
+        new_tokens = stage_context(params, cache, new_tokens, call, means, config)
+    elif draft_tokens:
         following = jnp.where(follows >= 0, follows, last_drawn)
         row = jnp.maximum(kept.segment_ids, 0)
         is_last = kept.positions - kept.lengths == kept.row_counts[row] - 1
@@ -224,10 +255,31 @@ def serve_step(
     snapshots = _crossed(serve_input.snapshots, call.row_lengths)
     store = save_snapshots(store, cache.state, new_tokens, kept, snapshots)
     cache = commit(cache, Staged(new_tokens=new_tokens, call=call), num_kept)
+    if means is not None:
+        block = propose(
+            params,
+            cache,
+            jnp.where(live & (follows < 0), call.row_slots, -1),
+            call.row_lengths + num_kept,
+            last_drawn,
+            serve_input.sampling,
+            serve_input.counts,
+            config=config,
+        )
+        drafts = block.token_ids[:, :draft_tokens]
+        confidence = block.confidence[:, :draft_tokens]
     order = jnp.arange(draft_tokens + 1, dtype=jnp.int32)[None]
     shown = (order <= num_accepted[:, None]) & live[:, None]
     token_ids = jnp.where(shown, drawn, -1)
-    output = ServeOutput.of(token_ids, num_kept, drafts, logprobs, last=last)
+    output = ServeOutput.of(
+        token_ids,
+        num_kept,
+        drafts,
+        logprobs,
+        last=last,
+        num_drafts=jnp.where(live, num_checked - 1, 0),
+        confidence=confidence,
+    )
     return cache, store, output
 
 
@@ -318,6 +370,43 @@ def fill_in(step_input: StepInput, last: ServeOutput | None) -> StepInput:
     column = jnp.clip(-1 - step_input.token_ids, 0, given.shape[1] - 1)
     token_ids = jnp.where(step_input.token_ids < 0, given[row, column], step_input.token_ids)
     return dataclasses.replace(step_input, token_ids=token_ids)
+
+
+def cut_drafts(
+    call: CallIndices,
+    token_ids: jax.Array,
+    serve_input: ServeInput,
+    last: ServeOutput | None,
+    draft_tokens: int,
+) -> tuple[CallIndices, jax.Array]:
+    """Leaves out drafts that are too unlikely to be kept; they become padding.
+
+    Which drafts are checked changes no answer. Confidences are those of the step before, and are
+    looked at only where a row's drafts are those that it guessed.
+
+    Args:
+      call: the call's indices.
+      token_ids: i32[T].
+      serve_input: what to run.
+      last: what the step before gave.
+      draft_tokens: k, the most drafts of a row.
+
+    Returns:
+      The call, and i32[B], a row's last tokens after which one is drawn.
+    """
+    num_checked, least = serve_input.num_checked, serve_input.least_survival
+    if last is None or last.confidence is None or least is None:
+        return call, num_checked
+    order = jnp.arange(draft_tokens, dtype=jnp.int32)[None]
+    first = call.row_offsets + call.row_counts - num_checked + 1
+    here = jnp.clip(first[:, None] + order, 0, token_ids.shape[0] - 1)
+    is_draft = order < num_checked[:, None] - 1
+    guessed = last.draft_token_ids[:, :draft_tokens]
+    is_known = jnp.all(~is_draft | (token_ids[here] == guessed), axis=1)
+    survival = jnp.cumprod(jax.nn.sigmoid(last.confidence), axis=1)
+    is_worth = is_draft & ((survival >= least[:, None]) | ~is_known[:, None])
+    cut = num_checked - 1 - jnp.sum(is_worth, axis=1, dtype=jnp.int32)
+    return call.keep(call.row_counts - cut), num_checked - cut
 
 
 def _crossed(plan: SnapshotPlan, row_lengths: jax.Array) -> SnapshotPlan:

@@ -132,6 +132,7 @@ class EngineArrays:
         num_checked: np.ndarray,
         next_token_ids: np.ndarray,
         num_steps: np.ndarray | None = None,
+        least_survival: np.ndarray | None = None,
         *,
         is_plain: bool,
         is_simple: bool,
@@ -147,6 +148,7 @@ class EngineArrays:
           num_checked: the same.
           next_token_ids: the same.
           num_steps: the same, of a call of several plain steps; None is one step.
+          least_survival: as in `ServeInput`.
           is_plain: takes `plain_decode_step`, or `plain_decode_steps`.
           is_simple: no row asks for more than `Sampling` says.
           activations: as in `decode_step`.
@@ -157,6 +159,7 @@ class EngineArrays:
         plan = self._plan
         fields: dict[str, Any] = {"num_checked": num_checked, "next_token_ids": next_token_ids}
         fields |= {"step": step_input, "snapshots": snapshots, "num_steps": num_steps}
+        fields |= {"least_survival": least_survival}
         settings = {"sampling": self._sampling, "counts": self._counts, "masks": self._masks}
         if is_simple:
             settings = {"sampling": self._sampling.simplified()}
@@ -179,7 +182,7 @@ class EngineArrays:
         self.cache, self.store = pools if len(pools) == 2 else (*pools, self.store)
         self._last = output
         # The next step writes its own output in the place of this one's.
-        shown = _copied(dataclasses.replace(output, logprobs=None))
+        shown = _copied(dataclasses.replace(output, logprobs=None, confidence=None))
         if wants_logprobs:
             shown = dataclasses.replace(shown, logprobs=_copied(output.logprobs))
         self.unread.append(gather(shown))
@@ -290,7 +293,13 @@ def _empty_pools(
             split_cache=split_cache,
         )
         rows = pools.max_requests * shards
-        last = ServeOutput.empty(rows, draft_tokens, config.vocab_size, num_steps=steps_per_call)
+        last = ServeOutput.empty(
+            rows,
+            draft_tokens,
+            config.vocab_size,
+            num_steps=steps_per_call,
+            has_confidence=config.dspark is not None,
+        )
         return cache, init_snapshot_store(cache, pools.num_snapshots * shards), last
 
     if mesh is None:

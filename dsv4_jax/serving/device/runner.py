@@ -45,6 +45,7 @@ class StepResult(NamedTuple):
     token_ids: np.ndarray
     num_kept: np.ndarray
     draft_token_ids: np.ndarray
+    num_drafts: np.ndarray
     logprobs: Logprobs | None = None
 
 
@@ -217,6 +218,7 @@ class StepRunner:
             checked,
             following,
             num_steps if plan.num_steps > 1 else None,
+            self._least_survival(plan),
             is_plain=plan.is_plain,
             is_simple=self.simplifies and running.is_simple and self._only_decodes(plan),
             activations=self._prefill_activations if plan.holds_prompts else self._activations,
@@ -225,6 +227,14 @@ class StepRunner:
         if plan.is_plain and len(rows) and fed.all():
             self._repeated = plan, launch.args, launch.keywords
         return launch
+
+    def _least_survival(self, plan: StepPlan) -> np.ndarray | None:
+        """f32[NS], the same of all rows: what a draft is worth beside so many that draw."""
+        table = self._engine_plan.least_survival
+        if table is None or plan.is_plain:
+            return None
+        count = max(1, int(plan.rows.draws.sum()))
+        return np.full(self._num_slots, table[count - 1], np.float32)
 
     def bring_masks(self, plan: StepPlan, running: Running) -> None:
         """Brings what the step may draw, where grammars say so; `run` takes it from there.
@@ -360,7 +370,7 @@ class StepRunner:
 
         def read() -> StepResult:
             output = self.devices.read(self._num_launched - number)
-            fields = (output.token_ids, output.num_kept, output.draft_token_ids)
+            fields = output.token_ids, output.num_kept, output.draft_token_ids, output.num_drafts
             return StepResult(*map(np.asarray, fields), logprobs=output.logprobs)
 
         return read

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, overload
 
 import jax
+import numpy as np
 
 from dsv4_jax.allocator.manager import KVCacheManager
 from dsv4_jax.allocator.pool_plan import PoolPlan
@@ -144,6 +145,12 @@ class Metrics:
     generated_tokens: Annotated[int, _counter("tokens drawn")] = 0
     drafted_tokens: Annotated[int, _counter("drafts checked")] = 0
     accepted_tokens: Annotated[int, _counter("drafts that were what was drawn")] = 0
+    drafted_at: Annotated[
+        dict[str, int], _counter("drafts checked, by their place after the last token", "depth")
+    ] = dataclasses.field(default_factory=dict)
+    accepted_at: Annotated[
+        dict[str, int], _counter("drafts that were what was drawn, likewise", "depth")
+    ] = dataclasses.field(default_factory=dict)
     evicted_blocks: Annotated[int, _counter("blocks of cached prefixes that gave way")] = 0
     snapshots: Annotated[int, _counter("snapshots kept")] = 0
     evicted_snapshots: Annotated[int, _counter("snapshots that gave way to others")] = 0
@@ -169,6 +176,16 @@ class Metrics:
     def __post_init__(self) -> None:
         """Nothing holds until it watches an engine."""
         self._read: Callable[[], Callable[[], Gauges] | None] = lambda: Gauges
+
+    def count_drafts(self, checked: np.ndarray, kept: np.ndarray) -> None:
+        """Counts a step's drafts: i32[n] of each row."""
+        self.drafted_tokens += int(checked.sum())
+        self.accepted_tokens += int(kept.sum())
+        for counter, numbers in ((self.drafted_at, checked), (self.accepted_at, kept)):
+            # A row with n drafts has one at each of the places 1 to n.
+            rows = np.bincount(numbers)[::-1].cumsum()[::-1][1:].tolist()
+            for depth, count in enumerate(rows, 1):
+                counter[str(depth)] = counter.get(str(depth), 0) + count
 
     def watch(self, read: Callable[[], Gauges]) -> None:
         """What a method gives is what holds, as long as its object lives."""

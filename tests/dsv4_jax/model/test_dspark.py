@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.model import dspark
+from dsv4_jax.model import dspark, dspark_sequence
 from dsv4_jax.model.draft_params import dspark_shapes
 from dsv4_jax.model.forward import forward_means
 from dsv4_jax.model.layer_params import layer_of
@@ -24,14 +24,14 @@ from pallas_kernels.common.formats import get_cache_format
 pytestmark = pytest.mark.unoptimised
 
 # The clamp is low enough to bind, and some anchors lie beyond the window.
-CONFIG = dataclasses.replace(TRUNK, swiglu_limit=1.0)
+CONFIG = dataclasses.replace(TRUNK, swiglu_limit=1.0, dspark=DRAFT)
 T, WINDOW = 40, CONFIG.sliding_window
 ANCHORS = (1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 23, T)
 F32 = get_cache_format("f32")
 
 jit_means = jax.jit(forward_means, static_argnames=("target_layers", "config"))
-jit_entries = jax.jit(dspark.context_entries, static_argnames=("config", "fmt"))
-jit_guess = jax.jit(dspark.guess_block, static_argnames=("config", "spec", "fmt"))
+jit_entries = jax.jit(dspark_sequence.context_entries, static_argnames=("config", "fmt"))
+jit_guess = jax.jit(dspark_sequence.guess_block, static_argnames=("config", "fmt"))
 
 
 def random_draft(seed=0):
@@ -49,8 +49,9 @@ def random_draft(seed=0):
 
 @pytest.fixture(scope="module")
 def case():
-    """Parameters of both, token ids [T + 1], and means [T, K, D] after the target layers."""
-    params, draft = ds.init_params(CONFIG, jax.random.key(0)), random_draft()
+    """Parameters and those of the draft, token ids [T + 1], means [T, K, D] after the targets."""
+    draft = random_draft()
+    params = dataclasses.replace(ds.init_params(TRUNK, jax.random.key(0)), mtp=draft)
     token_ids = np.random.default_rng(1).integers(0, CONFIG.vocab_size, T + 1).astype(np.int32)
     _, means = jit_means(params, token_ids[None, :T], DRAFT.target_layers, config=CONFIG)
     return params, draft, token_ids, np.asarray(means[0])
@@ -58,20 +59,18 @@ def case():
 
 @pytest.fixture(scope="module")
 def entries(case):
-    _, draft, _, means = case
-    return np.asarray(jit_entries(draft, means, np.arange(T, dtype=np.int32), CONFIG, F32))
+    params, _, _, means = case
+    return np.asarray(jit_entries(params, means, np.arange(T, dtype=np.int32), CONFIG, F32))
 
 
 @pytest.fixture(scope="module")
 def found(case, entries):
     """Guesses and drafts of a block at each anchor."""
-    params, draft, token_ids, _ = case
+    params, _, token_ids, _ = case
     anchors = np.array(ANCHORS, np.int32)
     stacked = np.broadcast_to(entries[:, None], (len(entries), len(anchors), *entries.shape[1:]))
-    guesses = jit_guess(
-        params, draft, token_ids[anchors], anchors, stacked, config=CONFIG, spec=DRAFT, fmt=F32
-    )
-    drafts = dspark.chain(draft, token_ids[anchors], guesses, dspark.choose_likeliest)
+    guesses = jit_guess(params, token_ids[anchors], anchors, stacked, config=CONFIG, fmt=F32)
+    drafts = dspark.chain(params, token_ids[anchors], guesses, dspark.choose_likeliest)
     return jax.tree.map(np.asarray, (guesses, drafts))
 
 
@@ -158,7 +157,7 @@ def test_means_are_those_of_the_streams_after_the_target_layers(case):
     params, _, token_ids, means = case
     for number, layer in enumerate(DRAFT.target_layers):
         cut = dataclasses.replace(
-            CONFIG,
+            CONFIG.without_draft(),
             layer_types=CONFIG.layer_types[: layer + 1],
             router_types=CONFIG.router_types[: layer + 1],
         )
@@ -174,14 +173,14 @@ def test_means_are_those_of_the_streams_after_the_target_layers(case):
 
 
 def test_entries_are_those_of_the_oracle_and_of_their_token_alone(case, entries):
-    _, draft, _, means = case
+    params, draft, _, means = case
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), draft)
     for stage in range(DRAFT.num_stages):
         expected = [context_key(exact, stage, mean, t) for t, mean in enumerate(means)]
         assert np.abs(entries[stage] - np.stack(expected)).max() < INTERMEDIATE
     other = means.copy()
     other[7] += 1
-    changed = np.asarray(jit_entries(draft, other, np.arange(T, dtype=np.int32), CONFIG, F32))
+    changed = np.asarray(jit_entries(params, other, np.arange(T, dtype=np.int32), CONFIG, F32))
     differs = np.any(changed != entries, axis=(0, 2))
     assert list(np.flatnonzero(differs)) == [7]
 
@@ -228,14 +227,13 @@ def test_the_oracle_tells_a_wrong_confidence(case, found, wrong):
 
 
 def test_what_lies_beyond_the_window_or_from_the_anchor_on_is_not_read(case, entries, found):
-    params, draft, token_ids, _ = case
+    params, _, token_ids, _ = case
     number = ANCHORS.index(23)
     anchor = np.array([ANCHORS[number]], np.int32)
     poisoned = np.full_like(entries, 1e9)
     poisoned[:, 23 - WINDOW : 23] = entries[:, 23 - WINDOW : 23]
     guesses = jit_guess(
-        params, draft, token_ids[anchor], anchor, poisoned[:, None],
-        config=CONFIG, spec=DRAFT, fmt=F32,
+        params, token_ids[anchor], anchor, poisoned[:, None], config=CONFIG, fmt=F32,
     )  # fmt: skip
     assert np.abs(guesses.logits[0] - found[0].logits[number]).max() < INTERMEDIATE
 

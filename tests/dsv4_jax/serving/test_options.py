@@ -11,6 +11,7 @@ from dsv4_jax.cli import arguments, engine_options, memory
 from dsv4_jax.rules import rules_of
 from dsv4_jax.serving import sizing
 from dsv4_jax.serving.options import EngineOptions
+from helpers import taught
 
 FIELDS = {field.name: field for field in dataclasses.fields(EngineOptions)}
 
@@ -61,7 +62,7 @@ def test_each_option_of_the_command_line_reaches_its_field():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--draft-tokens", "9"], "argument --draft-tokens: must be a whole number from 0 to 8"),
+        (["--draft-tokens", "17"], "argument --draft-tokens: must be a whole number from 0 to 16"),
         (["--steps-per-call", "0"], "argument --steps-per-call: must be a whole number from 1 to"),
         (["--gpu-memory-fraction", "0"], "must be a finite number from 0.01 to 1"),
     ],
@@ -91,18 +92,22 @@ def test_values_are_plain_and_replaced_by_name():
 
 def test_processes_of_a_mesh_see_every_option_of_another_engine():
     """They compare what a plan shows; an idea is the model's, and shows there."""
-    config = ds.DSV4Config.tiny()
+    config = taught.CONFIG
+    shapes = ds.model.param_shapes(config)
 
     def shown(options):
-        return repr(sizing.plan_engine(config, options, has_draft_block=True, has_tokenizer=True))
+        return repr(sizing.plan_engine(config, options, params=shapes, has_tokenizer=True))
 
-    plain, others = EngineOptions(max_requests=4), {
+    plain, others = EngineOptions(max_requests=4, draft_tokens=2), {
         "max_requests": 8, "max_context_tokens": 128, "cache_format": "f32",
-        "prefill_tokens": (8,), "decode_tokens": 64, "draft_tokens": 1, "steps_per_call": 2,
+        "prefill_tokens": (8,), "decode_tokens": 64, "draft_tokens": 1, "draft_cut": True,
         "grammars": False, "activations": "bfloat16", "prefill_activations": "bfloat16",
         "num_blocks": 200, "num_snapshots": 1, "memory_bytes": 2**32, "unroll": True,
         "overlap": False, "debug": True, "split_cache": True,
     }  # fmt: skip
-    assert FIELDS.keys() - others.keys() == {"mesh", "idea", "gpu_memory_fraction"}
+    not_shown = {"mesh", "idea", "gpu_memory_fraction"}
+    assert FIELDS.keys() - others.keys() == not_shown | {"steps_per_call"}
     seen = {shown(plain.changed(**{name: value})) for name, value in others.items()}
     assert len(seen | {shown(plain)}) == len(others) + 1
+    without = EngineOptions(max_requests=4)
+    assert shown(without) != shown(without.changed(steps_per_call=2))

@@ -69,7 +69,7 @@ def test_each_row_has_the_bits_of_its_own_single_steps(after_prompts, num_steps)
     order = np.array([2, 0, -1, 1])
     taken = jnp.asarray(num_steps, jnp.int32)
     cache, last = after_prompts()
-    assert last.columns.shape == (ROWS, 2 * STEPS)
+    assert last.columns.shape == (ROWS, 2 * STEPS + 1)
     call = serve_input([LAST_DRAWN] * ROWS, order, num_steps=taken)
     cache, several = jit_plain_decode_steps(
         params(), cache, call, last, config=CONFIG, num_steps=STEPS
@@ -98,7 +98,7 @@ def test_outputs_are_as_wide_as_the_one_before(after_prompts):
     cache, last = after_prompts()
     call = serve_input([LAST_DRAWN] * ROWS, [0, 1, 2, -1])
     _, out = jit_plain_decode_step(params(), cache, call, last, config=CONFIG)
-    assert out.columns.shape == (ROWS, 2 * STEPS)
+    assert out.columns.shape == (ROWS, 2 * STEPS + 1)
     np.testing.assert_array_equal(out.token_ids[:, 1:], -1)
     np.testing.assert_array_equal(out.num_kept, [1, 1, 1, 0])
     assert out.draft_token_ids.shape == (ROWS, STEPS - 1)
