@@ -22,6 +22,7 @@ def check_before_weights(
     fetch: Callable[[str], Any],
     *,
     needs_tokenizer: bool,
+    drafts: bool = True,
 ) -> None:
     """Refuses a model that cannot be loaded, by its small files and by what files it has.
 
@@ -34,6 +35,7 @@ def check_before_weights(
       files: of the model on the hub.
       fetch: downloads one of them into the folder.
       needs_tokenizer: whether text is to be encoded.
+      drafts: as of `load_checkpoint`.
 
     Raises:
       ValueError: it is no DeepSeek-V4, its weights are in a format that is not supported, or config
@@ -41,7 +43,7 @@ def check_before_weights(
     """
     if HF_QUANT_CONFIG in files:
         fetch(HF_QUANT_CONFIG)
-    config = DSV4Config.from_hf(folder, text_only=True)
+    config = DSV4Config.from_hf(folder, text_only=True, drafts=False)
     if needs_tokenizer and "tokenizer.json" not in files:
         raise ValueError(
             f"{name} has no tokenizer.json, so text cannot be encoded; take a model that has one"
@@ -54,7 +56,7 @@ def check_before_weights(
         return  # to be refused when the files are looked for
     where, contents = read_contents(folder)
     try:
-        _, left_out = find_left_out(contents, config, map(canonical_name, names))
+        _, left_out = find_left_out(contents, config, map(canonical_name, names), drafts=drafts)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     warn_of_left_out(left_out.describe(folder))

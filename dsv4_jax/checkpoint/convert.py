@@ -29,7 +29,7 @@ from dsv4_jax.checkpoint.layout import (
 from dsv4_jax.checkpoint.named_sources import Source
 from dsv4_jax.checkpoint.names import Target, get_leaf, saved_name
 from dsv4_jax.checkpoint.problems import list_problems
-from dsv4_jax.checkpoint.sources import open_checkpoint
+from dsv4_jax.checkpoint.sources import OpenCheckpoint, open_checkpoint
 from dsv4_jax.checkpoint.write_files import make_room, replacing, write_json, write_tensors
 from dsv4_jax.config.checkpoint_folder import find_file
 from dsv4_jax.config.draft import without_draft
@@ -64,6 +64,7 @@ def convert_checkpoint(
     progress: bool = True,
     check_weights: bool | None = None,
     follow_links: bool = False,
+    drafts: bool = True,
 ) -> None:
     """Writes a checkpoint in other formats.
 
@@ -73,8 +74,8 @@ def convert_checkpoint(
     (`conversion.json`), and made again where it differs. So is a complete conversion that is
     started again. To compare reads those files once, at some 1 GB/s a core.
 
-    The tokenizer, if there is one, is copied. What `load_checkpoint` leaves out, such as DSpark
-    stages and what belongs to images, is not written, and the config does not announce it.
+    The tokenizer, if there is one, is copied. What `load_checkpoint` leaves out, such as what
+    belongs to images, is not written, and the config does not announce it.
 
     Args:
       source: directory of the checkpoint.
@@ -86,6 +87,7 @@ def convert_checkpoint(
       check_weights: refuses NaN and infinity in dense tensors too, as in `load_checkpoint`; a
         quantised weight would hide them.
       follow_links: reads files that are links out of the source, as in `load_checkpoint`.
+      drafts: writes the draft too, as in `load_checkpoint`; else it is left out.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
@@ -104,9 +106,17 @@ def convert_checkpoint(
         raise ValueError(f"{destination} is a file; pass a directory")
     max_shard_bytes = SHARD_BYTES.read(max_shard_bytes, "max_shard_bytes")
     copied = _read_copied(source, follow_links)
-    tensors = _plan(source, weights, check_weights, follow_links)
+    found = open_checkpoint(
+        source,
+        jnp.bfloat16,
+        keep=False,
+        check_weights=check_weights,
+        follow_links=follow_links,
+        drafts=checks.flag("drafts", drafts),
+    )
+    tensors = _plan(source, weights, found)
     record = ConversionRecord(
-        destination, _describe_conversion(source, weights, max_shard_bytes, follow_links)
+        destination, _describe_conversion(source, weights, max_shard_bytes, follow_links, drafts)
     )
     entries = {name: tensor.stored for name, tensor in tensors.items()}
     shards = split_into_shards(entries, max_shard_bytes)
@@ -148,13 +158,8 @@ def convert_checkpoint(
         write_json(destination / "config.json", _config(source, tensors))
 
 
-def _plan(
-    source: pathlib.Path, weights: str, check_weights: bool | None, follow_links: bool
-) -> dict[str, _Tensor]:
+def _plan(source: pathlib.Path, weights: str, found: OpenCheckpoint) -> dict[str, _Tensor]:
     """Every tensor by canonical name, checked."""
-    found = open_checkpoint(
-        source, jnp.bfloat16, keep=False, check_weights=check_weights, follow_links=follow_links
-    )
     sources, problems = found.sources, []
     for name, target in found.targets.items():
         problems += found.find_damage(sources[name], target)
@@ -229,13 +234,14 @@ def _quantize(
 
 
 def _describe_conversion(
-    source: pathlib.Path, weights: str, max_shard_bytes: int, follow_links: bool
+    source: pathlib.Path, weights: str, max_shard_bytes: int, follow_links: bool, drafts: bool
 ) -> dict[str, Any]:
     files = [source / "config.json", *find_weight_files(source, follow_links=follow_links)]
     return {
         "source": str(source.resolve()),
         "weights": weights,
         "max_shard_bytes": max_shard_bytes,
+        **({} if drafts else {"drafts": False}),
         "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
     }
 

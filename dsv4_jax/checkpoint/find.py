@@ -12,7 +12,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import huggingface_hub
 from huggingface_hub import constants, hf_api
@@ -41,6 +41,7 @@ def find_checkpoint(
     revision: str | None = None,
     progress: bool = True,
     needs_tokenizer: bool = False,
+    drafts: bool = True,
 ) -> pathlib.Path:
     """The directory of a checkpoint.
 
@@ -58,6 +59,7 @@ def find_checkpoint(
       revision: branch, tag or commit on the hub; None is the main branch.
       progress: shows a bar on stderr, or where that is no terminal a line now and then.
       needs_tokenizer: refuses a model on the hub that has no `tokenizer.json`.
+      drafts: as of `load_checkpoint`; False asks nothing of a draft.
 
     Returns:
       The directory, which need not exist where nothing could be a name on the hub.
@@ -87,7 +89,8 @@ def find_checkpoint(
             _refuse_address(name)
         return path
     wanted = None if revision is None else checks.text("revision", revision)
-    return _download(name, wanted, progress, needs_tokenizer)
+    asks = functools.partial(check_before_weights, needs_tokenizer=needs_tokenizer, drafts=drafts)
+    return _download(name, wanted, progress, asks)
 
 
 def _refuse_address(name: str) -> None:
@@ -102,7 +105,7 @@ def _refuse_address(name: str) -> None:
 
 
 def _download(
-    name: str, revision: str | None, progress: bool, needs_tokenizer: bool
+    name: str, revision: str | None, progress: bool, check: Callable[..., None]
 ) -> pathlib.Path:
     """The directory of a model's snapshot in the hub's cache."""
     endpoint, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
@@ -121,7 +124,7 @@ def _download(
         return find_cached(name, revision, error)
     commit = folder.name
     fetch = functools.partial(_fetch_or_say, name, revision=commit)
-    check_before_weights(name, folder, files, fetch, needs_tokenizer=needs_tokenizer)
+    check(name, folder, files, fetch)
     missing = {
         file: facts.size or 0
         for file, facts in files.items()

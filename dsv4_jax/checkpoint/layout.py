@@ -74,7 +74,10 @@ def list_arrays(target: Target, leaf: Any) -> list[np.ndarray]:
     else:
         arrays = (_part(leaf, target.index),)
     entries = list_entries("", target, leaf)
-    return [as_stored(np.asarray(array), e.dtype) for array, e in zip(arrays, entries, strict=True)]
+    return [
+        as_stored(np.asarray(array), entry.dtype).reshape(entry.shape)
+        for array, entry in zip(arrays, entries, strict=True)
+    ]
 
 
 def _part(leaf: jax.Array, index: tuple[int, ...]) -> jax.Array | np.ndarray:

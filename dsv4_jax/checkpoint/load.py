@@ -15,7 +15,7 @@ from dsv4_jax import checks
 from dsv4_jax.checkpoint.find import SHIPPED_CHECKPOINT as SHIPPED_CHECKPOINT
 from dsv4_jax.checkpoint.finite import find_not_finite
 from dsv4_jax.checkpoint.named_sources import Source
-from dsv4_jax.checkpoint.names import dotted_path, get_leaf
+from dsv4_jax.checkpoint.names import Target, dotted_path, get_leaf
 from dsv4_jax.checkpoint.problems import list_problems
 from dsv4_jax.checkpoint.shards import ShardedStack
 from dsv4_jax.checkpoint.sources import open_checkpoint
@@ -45,6 +45,7 @@ def load_checkpoint(
     progress: bool = True,
     check_weights: bool | None = None,
     follow_links: bool = False,
+    drafts: bool = True,
 ) -> tuple[DSV4Config, DSV4Params]:
     """Reads a checkpoint directory.
 
@@ -66,12 +67,15 @@ def load_checkpoint(
         Scales and codes of quantised weights are checked in any case.
       follow_links: reads files that are links out of the directory. Those of a snapshot in a
         Hugging Face cache lead to blobs of that cache and are followed anyway.
+      drafts: loads the draft that the files hold, an MTP block or DSpark stages. False leaves it
+        out, of whichever kind and however broken it is, and what `config.json` says of it.
 
     Returns:
       The config and the parameters. If the files hold no draft (`mtp.`) tensor at all, the config
-      has no draft block, whatever `config.json` says. Draft tensors of DSpark stages, or where
-      `config.json` has none, and what belongs to images are left out, and a `LeftOutWarning` says
-      so. A `RoundedWeightsWarning` names FP4 weights that a GPU's kernels round.
+      has no draft, whatever `config.json` says; of DSpark stages it has as many as the files. Draft
+      tensors where `config.json` has none, or whose stages read layers that were cut off, and what
+      belongs to images are left out, and a `LeftOutWarning` says so. A `RoundedWeightsWarning`
+      names FP4 weights that a GPU's kernels round.
 
     Raises:
       FileNotFoundError: there is no config, or no safetensors file, or a shard is missing.
@@ -81,8 +85,8 @@ def load_checkpoint(
         unexpected, there twice, misshapen, of a wrong dtype, damaged or not finite, or a kind of
         layer stores a weight in two formats. What is wrong with tensors is listed by kind, in ten
         lines at most, of their values what this process reads. Or weights are stored in a format
-        that is not supported, config and files hold drafts of different kinds, or a size does not
-        divide over the mesh.
+        that is not supported, config and files hold drafts of different kinds or numbers of stages,
+        or a size does not divide over the mesh.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {WEIGHTS}, got {weights!r}")
@@ -96,7 +100,12 @@ def load_checkpoint(
         )
     directory = checks.path("path", path)
     found = open_checkpoint(
-        directory, dtype, keep=keep, check_weights=check_weights, follow_links=follow_links
+        directory,
+        dtype,
+        keep=keep,
+        check_weights=check_weights,
+        follow_links=follow_links,
+        drafts=checks.flag("drafts", drafts),
     )
     config, shapes, by_leaf = found.config, found.shapes, found.by_leaf()
     problems: list[str] = []
@@ -116,7 +125,7 @@ def load_checkpoint(
                     continue
                 damage = list(found.find_damage(source, target))
                 if not damage and (found.checks_values or not problems):
-                    arrays = _read(source, stack.wanted, quiet=found.checks_values)
+                    arrays = _read(source, stack.wanted, target, quiet=found.checks_values)
                     if found.checks_values and not is_quantized(stack.wanted):
                         damage = find_not_finite(source.label, *arrays)
                     if not (problems or damage):
@@ -133,7 +142,7 @@ def load_checkpoint(
     return config, jax.tree.unflatten(treedef, [filled[dotted_path(path)] for path, _ in leaves])
 
 
-def _read(source: Source, wanted: Any, *, quiet: bool) -> tuple[np.ndarray, ...]:
+def _read(source: Source, wanted: Any, target: Target, *, quiet: bool) -> tuple[np.ndarray, ...]:
     """A tensor for a leaf like `wanted`: its values, or codes and scales as they are stored.
 
     NumPy warns of values that the dtype cannot hold, unless it is to be `quiet`.
@@ -141,7 +150,8 @@ def _read(source: Source, wanted: Any, *, quiet: bool) -> tuple[np.ndarray, ...]
     if isinstance(wanted, BlockFP8 | MXFP4):
         return source.read(), source.read_scale()
     with np.errstate(over="ignore" if quiet else "warn"):
-        return (source.decode().astype(wanted.dtype, copy=False),)
+        values = source.decode().astype(wanted.dtype, copy=False)
+    return (values.reshape(wanted.shape[len(target.index) :]),)
 
 
 class _HostStack:

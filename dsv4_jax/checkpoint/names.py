@@ -18,7 +18,7 @@ import jax
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
-from dsv4_jax.model.draft_params import MTPParams
+from dsv4_jax.model.draft_params import DraftParams, DSparkParams, MTPParams
 from dsv4_jax.model.layer_params import LayerParams
 from dsv4_jax.model.params import DSV4Params
 
@@ -94,10 +94,19 @@ _MODEL = {
     "norm.weight": "norm",
     **{f"hc_head_{leaf}": f"hc_head.{leaf}" for leaf in _STREAM_MIX},
 }
-_DRAFT = {
-    **{f"{leaf}.weight": leaf for leaf in ("e_proj", "h_proj", "enorm", "hnorm", "norm")},
+_COLLAPSE = {
+    "norm.weight": "norm",
     **{f"hc_head_{leaf}": f"hc_head.{leaf}" for leaf in _STREAM_MIX},
 }
+"""What the last layer of a draft has before the head."""
+_MTP = {f"{leaf}.weight": leaf for leaf in ("e_proj", "h_proj", "enorm", "hnorm")} | _COLLAPSE
+_FIRST_STAGE = {f"{leaf}.weight": leaf for leaf in ("main_proj", "main_norm")}
+_LAST_STAGE = _COLLAPSE | {
+    **{f"markov_head.{leaf}.weight": leaf for leaf in ("markov_w1", "markov_w2")},
+    "confidence_head.proj.weight": "confidence",
+}
+_ROWS = frozenset({"confidence"})
+"""Leaves of one axis that files hold as a matrix of one row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +116,8 @@ class Target:
     Attributes:
       leaf: dotted path in `DSV4Params`.
       index: the tensor's index in the stacked leaf.
-      shape: the tensor's shape.
+      shape: the tensor's shape in a file; axes of 1 before that of its part of the leaf are not
+        the leaf's.
     """
 
     leaf: str
@@ -150,11 +160,26 @@ def all_targets(config: DSV4Config, shapes: DSV4Params) -> dict[str, Target]:
         for name, leaf, index, shape in _layer_targets(layer, (spec.kind_idx,)):
             targets[prefix + name] = Target(root + leaf, index, shape)
     if isinstance(shapes.mtp, MTPParams):
-        for name, leaf in _DRAFT.items():
-            targets[f"mtp.0.{name}"] = Target(f"mtp.{leaf}", (), get_leaf(shapes.mtp, leaf).shape)
+        targets |= _draft_targets(shapes.mtp, "mtp.0.", _MTP)
         for name, leaf, index, shape in _layer_targets(shapes.mtp.block, ()):
             targets[f"mtp.0.{name}"] = Target(f"mtp.block.{leaf}", index, shape)
+    if isinstance(shapes.mtp, DSparkParams):
+        last = shapes.mtp.num_stages - 1
+        targets |= _draft_targets(shapes.mtp, "mtp.0.", _FIRST_STAGE)
+        for stage in range(shapes.mtp.num_stages):
+            for name, leaf, index, shape in _layer_targets(shapes.mtp.stacked_stages, (stage,)):
+                targets[f"mtp.{stage}.{name}"] = Target(f"mtp.stages.{leaf}", index, shape)
+        targets |= _draft_targets(shapes.mtp, f"mtp.{last}.", _LAST_STAGE)
     return targets
+
+
+def _draft_targets(draft: DraftParams, prefix: str, names: dict[str, str]) -> dict[str, Target]:
+    """Of what a draft has once, beside its layers."""
+    found = {}
+    for name, leaf in names.items():
+        shape = get_leaf(draft, leaf).shape
+        found[prefix + name] = Target(f"mtp.{leaf}", (), (1, *shape) if leaf in _ROWS else shape)
+    return found
 
 
 def get_leaf(tree: Any, path: str) -> Any:

@@ -61,12 +61,13 @@ def open_checkpoint(
     keep: bool,
     check_weights: bool | None,
     follow_links: bool,
+    drafts: bool,
 ) -> OpenCheckpoint:
     """Compares what is there with what the model has.
 
-    If the files hold no draft tensor, the config has no draft block. A draft that is no MTP block,
-    or that the config does not have, and what belongs to images are left out, and a
-    `LeftOutWarning` says so.
+    If the files hold no draft tensor, the config has no draft. A draft that the config does not
+    have, or that is not wanted, and what belongs to images are left out; a `LeftOutWarning` says so
+    of what nobody asked to leave out.
 
     Args:
       directory: of the checkpoint.
@@ -74,6 +75,7 @@ def open_checkpoint(
       keep: whether quantised weights are to stay as they are, which not every tensor may.
       check_weights: as in `load_checkpoint`.
       follow_links: as there.
+      drafts: as there.
 
     Raises:
       FileNotFoundError: there is no config, or no safetensors file, or a shard is missing.
@@ -81,7 +83,7 @@ def open_checkpoint(
         that is not followed; or a tensor does not fit: all that is wrong is listed, and where
         values are checked those that are damaged. Else nothing but headers is read for it.
     """
-    config, sources, problems = _find_sources(directory, follow_links=follow_links)
+    config, sources, problems = _find_sources(directory, follow_links=follow_links, drafts=drafts)
     shapes = param_shapes(config, dtype)
     found = OpenCheckpoint(
         config, shapes, all_targets(config, shapes), sources, _is_checked(sources, check_weights)
@@ -91,12 +93,12 @@ def open_checkpoint(
 
 
 def _find_sources(
-    directory: pathlib.Path, *, follow_links: bool
+    directory: pathlib.Path, *, follow_links: bool, drafts: bool
 ) -> tuple[DSV4Config, dict[str, Source], list[str]]:
     """The config, the tensors by canonical name, and which names are there twice."""
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory} is no directory; pass one that holds a config.json")
-    config = DSV4Config.from_hf(directory, follow_links=follow_links, text_only=True)
+    trunk = DSV4Config.from_hf(directory, follow_links=follow_links, text_only=True, drafts=False)
     where, contents = read_contents(directory, follow_links=follow_links)
     stored: dict[str, StoredTensor] = {}
     problems = []
@@ -113,12 +115,12 @@ def _find_sources(
                 problems.append(f"twice: {scale}, as {scales[scale]} and {name}")
             scales[scale] = name
     sources: dict[str, Source] = {}
-    for name, source in named_sources(stored, config.num_routed_experts):
+    for name, source in named_sources(stored, trunk.num_routed_experts):
         if name in sources:
             problems.append(f"twice: {name}, as {sources[name].name} and {source.name}")
         sources[name] = source
     try:
-        config, left_out = find_left_out(contents, config, sources)
+        config, left_out = find_left_out(contents, trunk, sources, drafts=drafts)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     warn_of_left_out(left_out.describe(directory))

@@ -375,3 +375,13 @@ def add_follow_links(parser: argparse.ArgumentParser) -> None:
         help="read files that are links out of the checkpoint directory; those of a Hugging Face "
         "cache are read anyway",
     )
+
+
+def add_drafts(parser: argparse.ArgumentParser, what: str = "the draft of the model") -> None:
+    """Adds whether a model has its draft; `what` says which one, or when."""
+    parser.add_argument(
+        "--drafts",
+        choices=("auto", "off"),
+        default="auto",
+        help=f"auto: {what}, an MTP block or DSpark stages; off: none, whatever there is",
+    )

@@ -90,7 +90,7 @@ def config_of(args: argparse.Namespace) -> DSV4Config:
     Raises:
       ValueError: it has not so many layers, or a token picks more experts.
     """
-    config = read_config(args.config, draft=False, follow_links=args.follow_links)
+    config = read_config(args.config, drafts=False, follow_links=args.follow_links)
     layers = config.num_layers if args.layers is None else args.layers
     experts = config.num_routed_experts if args.experts is None else args.experts
     if not 1 <= layers <= config.num_layers:

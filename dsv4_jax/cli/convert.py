@@ -10,7 +10,7 @@ import argparse
 import pathlib
 
 from dsv4_jax.checkpoint.convert import CONVERSIONS, convert_checkpoint
-from dsv4_jax.cli.arguments import add_loading, real
+from dsv4_jax.cli.arguments import add_drafts, add_loading, real
 from dsv4_jax.cli.memory import check_memory, largest_tensor_bytes
 
 
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=5.0,
         help="GiB of tensors that a file holds at most",
     )
+    add_drafts(parser)
     add_loading(parser)
 
 
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         max_shard_bytes=int(args.shard_gib * 2**30),
         check_weights=args.check_weights,
         follow_links=args.follow_links,
+        drafts=args.drafts != "off",
     )
     files = list(args.destination.glob("*.safetensors"))
     written = sum(file.stat().st_size for file in files)

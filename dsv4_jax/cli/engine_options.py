@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.checkpoint.find import find_checkpoint
-from dsv4_jax.cli.arguments import add_fields, chosen_fields
+from dsv4_jax.checkpoint.inventory import read_inventory
+from dsv4_jax.cli.arguments import add_drafts, add_fields, chosen_fields
 from dsv4_jax.cli.memory import Loading, check_engine_memory
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.rules import rules_of
@@ -51,36 +52,51 @@ def add_engine_options(parser: argparse.ArgumentParser, *, serves: bool = False)
         choices=("bfloat16", "float32"),
         help="of activations; if not given, that of decoded weights, or else bfloat16",
     )
+    add_drafts(parser, "that of the checkpoint, if --draft-tokens asks for it")
 
 
 def find_model(
     args: argparse.Namespace, *, needs_tokenizer: bool = False
 ) -> tuple[pathlib.Path, DSV4Config]:
-    """The checkpoint's directory and its config.
+    """The checkpoint's directory, and the config of what is loaded of it.
+
+    A draft is loaded if --draft-tokens asks for it. One that does not agree with the config is
+    refused in any case, unless there is --drafts off.
 
     Args:
       args: with the options of `add_checkpoint` and `add_engine_options`.
       needs_tokenizer: as of `find_checkpoint`.
 
     Raises:
-      ValueError: there is none, it cannot be read, it has no draft block for --draft-tokens, or
-        these are given together with --steps-per-call.
+      FileNotFoundError: there is no such directory, or it lacks a file.
+      ValueError: it cannot be read, it has no draft for --draft-tokens or none of so many, or these
+        are given together with --steps-per-call or --drafts off.
     """
+    drafts = args.drafts != "off"
+    if args.draft_tokens and not drafts:
+        raise ValueError(
+            f"--drafts off loads no draft, got --draft-tokens {args.draft_tokens} too; leave one "
+            "of them out"
+        )
     if args.draft_tokens and args.steps_per_call > 1:
         raise ValueError(
             f"--steps-per-call {args.steps_per_call} makes steps without drafts, got "
             f"--draft-tokens {args.draft_tokens} too; leave one of them out"
         )
     folder = find_checkpoint(
-        args.checkpoint, revision=args.revision, needs_tokenizer=needs_tokenizer
+        args.checkpoint, revision=args.revision, needs_tokenizer=needs_tokenizer, drafts=drafts
     )
-    config = DSV4Config.from_hf(folder, follow_links=args.follow_links, text_only=True)
-    if args.draft_tokens and not config.num_mtp_layers:
+    config = read_inventory(folder, follow_links=args.follow_links, drafts=drafts).config
+    if args.draft_tokens and not config.has_draft:
         raise ValueError(
-            f"--draft-tokens {args.draft_tokens} needs a draft (MTP) block, and {folder} has none; "
-            "leave it out"
+            f"--draft-tokens {args.draft_tokens} needs a draft, and {folder} has none; leave it out"
         )
-    return folder, config
+    if args.draft_tokens > (most := config.max_draft_tokens):
+        raise ValueError(
+            f"--draft-tokens must be at most {most}, which the draft of {folder} guesses at once, "
+            f"got {args.draft_tokens}"
+        )
+    return folder, config if args.draft_tokens else config.without_draft()
 
 
 def build_engine(
@@ -98,7 +114,7 @@ def build_engine(
     Args:
       args: with the options of `add_engine_options`, `add_loading` and `add_mesh`.
       folder: the checkpoint.
-      config: its config.
+      config: of what is loaded of it.
       tokenizer: that of the checkpoint, if it was read already.
       **fields: of `EngineOptions`, in the place of what `args` has, or beside it.
 
@@ -117,6 +133,7 @@ def build_engine(
                 dtype=jnp.dtype(args.dtype or decoded or jnp.bfloat16),
                 weights=args.weights,
                 follow_links=args.follow_links,
+                drafts=config.has_draft,
             ),
             way_out=f"fewer requests at once (--max-requests), {smaller}a shorter context, another "
             "--cache-format, or what `dsv4-jax plan` says would fit",

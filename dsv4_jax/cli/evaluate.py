@@ -94,8 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints tables, or a comparison."""
     ideas = _find_ideas(args)
-    checkpoint = find_checkpoint(args.checkpoint, revision=args.revision)
-    config = DSV4Config.from_hf(checkpoint, follow_links=args.follow_links, text_only=True)
+    checkpoint = find_checkpoint(args.checkpoint, revision=args.revision, drafts=False)
+    config = DSV4Config.from_hf(
+        checkpoint, follow_links=args.follow_links, text_only=True, drafts=False
+    )
     configs = {name: idea.applied_to(config) for name, idea in ideas.items()}
     covered = config.indexer_top_k * config.compression_ratio(AttentionType.CSA)
     if not covered < args.length <= config.max_position_embeddings:
@@ -108,7 +110,9 @@ def run(args: argparse.Namespace) -> int:
         for carried in configs.values():
             trace_loss(carried, args.length)
     check_weights_memory(checkpoint, jnp.float32, follow_links=args.follow_links)
-    _, params = load_checkpoint(checkpoint, dtype=jnp.float32, follow_links=args.follow_links)
+    _, params = load_checkpoint(
+        checkpoint, dtype=jnp.float32, follow_links=args.follow_links, drafts=False
+    )
     print(f"{len(rows)} rows of {args.length} tokens, f32 activations; nats per token,")
     print("95 % intervals by bootstrap over rows", flush=True)
     report = _Report(config, params, rows, covered)

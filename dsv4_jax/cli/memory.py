@@ -68,12 +68,14 @@ class Loading(NamedTuple):
       dtype: dtype of dense weights.
       weights: as of `load_checkpoint`.
       follow_links: as of `load_checkpoint`.
+      drafts: as of `load_checkpoint`.
     """
 
     checkpoint: pathlib.Path
     dtype: DTypeLike
     weights: str = "stored"
     follow_links: bool = False
+    drafts: bool = True
 
 
 def check_engine_memory(
@@ -85,7 +87,7 @@ def check_engine_memory(
     those of this process take.
 
     Args:
-      config: the model; its draft block has a cache if it has one.
+      config: of what is loaded; its draft has a cache if it has one.
       options: those of the engine.
       loading: the checkpoint.
       way_out: as of `check_memory`.
@@ -96,7 +98,9 @@ def check_engine_memory(
     """
     checkpoint, weights, follow_links = loading.checkpoint, loading.weights, loading.follow_links
     if weights == "stored":
-        count = stored_bytes(checkpoint, loading.dtype, follow_links=follow_links)
+        count = stored_bytes(
+            checkpoint, loading.dtype, follow_links=follow_links, drafts=loading.drafts
+        )
     else:
         count = tree_bytes(param_shapes(config, loading.dtype))
     mesh = options.mesh
@@ -158,21 +162,25 @@ def _has_codes(checkpoint: pathlib.Path, *, follow_links: bool) -> bool:
 
 
 def check_weights_memory(checkpoint: pathlib.Path, dtype: DTypeLike, *, follow_links: bool) -> None:
-    """Does the same for a checkpoint alone, beside which little else is allocated.
+    """Does the same for a checkpoint's trunk alone, beside which little else is allocated.
 
     Raises:
       MemoryError: it does not fit.
       ValueError: a file of the checkpoint cannot be read.
     """
-    needs = {"weights": stored_bytes(checkpoint, dtype, follow_links=follow_links)}
+    count = stored_bytes(checkpoint, dtype, follow_links=follow_links, drafts=False)
+    needs = {"weights": count}
     check_memory(needs, "a smaller checkpoint or a larger device")
 
 
-def stored_bytes(checkpoint: pathlib.Path, dtype: DTypeLike, *, follow_links: bool) -> int:
+def stored_bytes(
+    checkpoint: pathlib.Path, dtype: DTypeLike, *, follow_links: bool, drafts: bool
+) -> int:
     """Bytes of a checkpoint's tensors once they are loaded, floating-point ones in `dtype`."""
     size = np.dtype(dtype).itemsize
     total = 0
-    for tensor in read_inventory(checkpoint, follow_links=follow_links).loaded.values():
+    found = read_inventory(checkpoint, follow_links=follow_links, drafts=drafts)
+    for tensor in found.loaded.values():
         is_dense = tensor.dtype.itemsize > 1 and not np.issubdtype(tensor.dtype, np.integer)
         each = size if is_dense else min(tensor.dtype.itemsize, 4)
         total += math.prod(tensor.shape) * each

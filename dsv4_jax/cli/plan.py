@@ -17,6 +17,7 @@ from dsv4_jax.cache.schema import FamilyKind, blocks_of
 from dsv4_jax.cli.arguments import (
     WEIGHTS,
     add_cache_format,
+    add_drafts,
     add_follow_links,
     add_mesh,
     real,
@@ -24,8 +25,8 @@ from dsv4_jax.cli.arguments import (
 )
 from dsv4_jax.cli.gpus import MEMORY_BYTES, Gpus, read_gpus
 from dsv4_jax.cli.plan_files import Files, count_files
-from dsv4_jax.cli.plan_mesh import print_mesh_plan, print_weights
-from dsv4_jax.cli.presets import PRESETS, read_config
+from dsv4_jax.cli.plan_mesh import draft_name, print_mesh_plan, print_weights
+from dsv4_jax.cli.presets import PRESETS
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.kinds import MAX_I32
 from dsv4_jax.model.params import param_shapes
@@ -64,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GiB that weights take; if not given, they are counted",
     )
     add_follow_links(parser)
+    add_drafts(parser)
     add_mesh(parser, split_cache=True)
     parser.add_argument(
         "--collective-us",
@@ -75,8 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan."""
-    config = read_config(args.config, follow_links=args.follow_links)
-    config, files = count_files(args.config, config, follow_links=args.follow_links)
+    config, files = count_files(
+        args.config, follow_links=args.follow_links, drafts=args.drafts != "off"
+    )
     num_blocks = args.requests * blocks_of(config, args.context)
     if num_blocks > MAX_I32:
         raise ValueError(
@@ -117,12 +120,12 @@ def run(args: argparse.Namespace) -> int:
     ):
         print(f"{name:<28}{count / _MIB:>18,.2f}{count / args.context:>18,.2f}")
     draft = (tree_bytes(cache) - tree_bytes(trunk)) / args.requests
-    print(f"{'draft block window':<28}{draft / _MIB:>18,.2f}")
+    print(f"{'draft window':<28}{draft / _MIB:>18,.2f}")
     total = tree_bytes(cache)
     print(f"\ncache: {total / 2**30:,.2f} GiB, tables and lengths included")
     shapes = param_shapes(config, "bfloat16", weights=WEIGHTS[args.weights])
     count = print_weights(bytes_by_family(shapes), args.weights)
-    draft = ", draft block included" if config.num_mtp_layers else ""
+    draft = f", {draft_name(config)} included" if config.has_draft else ""
     print(f"\nweights: {count / 2**30:,.2f} GiB, {count:,} bytes{draft}")
     if args.weights_gib is not None:
         count = int(args.weights_gib * 2**30)

@@ -8,15 +8,16 @@ import pathlib
 from dsv4_jax.checkpoint.inventory import (
     Inventory,
     Size,
-    list_dspark,
     list_release,
     read_inventory,
     size_of,
 )
 from dsv4_jax.checkpoint.left_out import describe_config, warn_of_left_out
-from dsv4_jax.cli.presets import DSPARK, PRESETS
+from dsv4_jax.checkpoint.names import canonical_name
+from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.draft import DraftKind
+from dsv4_jax.config.layer_schedule import draft_layers
 from dsv4_jax.config.read_json import read_contents
 from dsv4_jax.standard_streams import say
 
@@ -27,71 +28,92 @@ class Files:
 
     Attributes:
       loaded: of it, what is loaded.
-      left_out: of it, what is not, by what it is.
+      draft: the draft that is loaded, and its part of that.
+      left_out: of the files, what is not loaded, by what it is.
     """
 
     loaded: Size
+    draft: dict[str, Size]
     left_out: dict[str, Size]
 
     def lines(self) -> list[str]:
-        """A line for all, one for what is loaded, and one for each part that is not."""
+        """One for all, one for what is loaded, one for its draft, one for each part that is not."""
         parts = [self.loaded, *self.left_out.values()]
         total = Size(sum(p.tensors for p in parts), sum(p.num_bytes for p in parts))
         lines = [_line("files", total), _line("loaded", self.loaded)]
+        lines += [_line(f"of that, {name}", size) for name, size in self.draft.items()]
         return lines + [_line(f"left out: {name}", size) for name, size in self.left_out.items()]
 
 
 def count_files(
-    name: str, config: DSV4Config, *, follow_links: bool
+    name: str, *, follow_links: bool, drafts: bool = True
 ) -> tuple[DSV4Config, Files | None]:
     """The config of what is loaded of a model, and its files.
 
     Args:
       name: of a preset, or a checkpoint directory; what is not loaded of that is warned of.
-      config: of it.
       follow_links: as in `load_checkpoint`.
+      drafts: as there.
 
     Returns:
-      The config without a draft block that the files do not have, and what there is; None of a
-      preset that is loaded whole, and of a directory without its weights. If it has some, or their
-      index, stderr says what is missing.
+      The config, with the draft that the files have, and what there is; None of a preset without
+      DSpark stages, and of a directory without its weights. If it has some, or their index, stderr
+      says what is missing.
 
     Raises:
-      ValueError: a file of the directory cannot be read, or does not agree with its config.
+      ValueError: there is no such preset or directory, or a file of the directory cannot be read,
+        or does not agree with its config.
     """
-    if name in PRESETS:
-        draft = DSPARK.get(name)
-        if draft is None:
-            return config, None
-        left_out = {
-            f"draft ({draft.num_stages} {DraftKind.DSPARK})": size_of(list_dspark(config, draft))
-        }
-        return config, Files(size_of(list_release(config)), left_out)
     directory = pathlib.Path(name)
-    if not directory.is_dir():
-        return config, None
+    if name in PRESETS or not directory.is_dir():
+        config = read_config(name, drafts=drafts, follow_links=follow_links)
+        whole = read_config(name, follow_links=follow_links) if name in PRESETS else config
+        return config, _count_release(config, whole)
     try:
-        found = read_inventory(directory, follow_links=follow_links)
+        found = read_inventory(directory, follow_links=follow_links, drafts=drafts)
     except FileNotFoundError as error:
         if any(directory.glob("*.safetensors*")):  # else a config alone, which is enough
             say(f"[files are not counted: {error}]")
+        config = read_config(name, drafts=drafts, follow_links=follow_links)
         _, contents = read_contents(directory, follow_links=follow_links)
-        warn_of_left_out(describe_config(contents, directory))
+        if drafts:
+            warn_of_left_out(describe_config(contents, config, directory))
         return config, None
     warn_of_left_out(found.left_out.describe(directory))
     return found.config, _count(found)
 
 
+def _count_release(config: DSV4Config, whole: DSV4Config) -> Files | None:
+    """The files of a release with DSpark stages, of which those of `config` are loaded."""
+    if whole.dspark is None:
+        return None
+    entries = list(list_release(whole))
+    stages = size_of(entry for entry in entries if entry.name.startswith("mtp."))
+    trunk = size_of(entry for entry in entries if not entry.name.startswith("mtp."))
+    named = {f"draft ({whole.dspark.num_stages} {DraftKind.DSPARK})": stages}
+    if config.dspark is None:
+        return Files(trunk, {}, named)
+    return Files(size_of(entries), named, {})
+
+
 def _count(found: Inventory) -> Files:
-    names = found.left_out
+    names, loaded = found.left_out, found.loaded
     left_out = {
         f"draft ({names.stages} {names.draft or 'of an unknown kind'})": found.size_of(
             names.draft_names
         ),
         "images": found.size_of(names.image_names),
     }
+    draft = {}
+    if found.config.has_draft:
+        stages = len(draft_layers(found.config))
+        kind = DraftKind.MTP if found.config.dspark is None else DraftKind.DSPARK
+        draft[f"draft ({stages} {kind})"] = size_of(
+            tensor for name, tensor in loaded.items() if canonical_name(name).startswith("mtp.")
+        )
     return Files(
-        size_of(found.loaded.values()),
+        size_of(loaded.values()),
+        draft,
         {name: size for name, size in left_out.items() if size.tensors},
     )
 

@@ -56,7 +56,7 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
     )
     count = print_weights(placed.families, args.weights)
     request = placed.request_bytes(args.context)
-    draft = ", draft block included" if config.num_mtp_layers else ""
+    draft = f", {draft_name(config)} included" if config.has_draft else ""
     print(f"\nweights: {count / _GIB:,.2f} GiB{draft}")
     print(f"workspace: {placed.workspace_bytes / _GIB:,.2f} GiB, estimated, {STEP_TOKENS} tokens")
     print(f"left for a cache: {placed.free_bytes / _GIB:,.2f} GiB")
@@ -82,6 +82,11 @@ def print_weights(families: dict[str, dict[str, int]], title: str) -> int:
         cells = (f"{sizes[name] / _MIB:,.2f}" if name in sizes else "-" for name in formats)
         print(f"{family:<28}{''.join(f'{cell:>14}' for cell in cells)}")
     return total.total()
+
+
+def draft_name(config: DSV4Config) -> str:
+    """What the draft of a config is made of."""
+    return "draft block" if config.dspark is None else f"{config.dspark.num_stages} draft stages"
 
 
 def _print_floor(config: DSV4Config, placed: Placement, args: argparse.Namespace) -> None:

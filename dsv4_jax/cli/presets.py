@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 from dsv4_jax.config import DSV4Config
@@ -10,8 +11,8 @@ from dsv4_jax.config.draft import DSparkConfig
 PRESETS = {
     "flash": DSV4Config.flash,
     "pro": DSV4Config.pro,
-    "flash-0731": lambda: DSV4Config.flash().without_draft(),
-    "pro-0813": lambda: DSV4Config.pro().without_draft(),
+    "flash-0731": lambda: _with_stages(DSV4Config.flash(), DSPARK["flash-0731"]),
+    "pro-0813": lambda: _with_stages(DSV4Config.pro(), DSPARK["pro-0813"]),
     "flash_slim": DSV4Config.flash_slim,
     "pro_slim": DSV4Config.pro_slim,
     "tiny": DSV4Config.tiny,
@@ -34,15 +35,19 @@ DSPARK = {
         num_stages=3,
     ),
 }
-"""The drafts of presets whose releases have DSpark stages, which are not loaded."""
+"""The drafts of presets whose releases have DSpark stages."""
 
 
-def read_config(name: str, *, draft: bool = True, follow_links: bool = False) -> DSV4Config:
+def _with_stages(config: DSV4Config, dspark: DSparkConfig) -> DSV4Config:
+    return dataclasses.replace(config.without_draft(), dspark=dspark)
+
+
+def read_config(name: str, *, drafts: bool = True, follow_links: bool = False) -> DSV4Config:
     """The preset of that name, or the config of a checkpoint directory.
 
     Args:
       name: a key of `PRESETS` or a path.
-      draft: whether the draft block is kept.
+      drafts: whether the draft is kept; if not, the config may say of it what it likes.
       follow_links: as in `DSV4Config.from_hf`.
 
     Raises:
@@ -51,7 +56,7 @@ def read_config(name: str, *, draft: bool = True, follow_links: bool = False) ->
     if name in PRESETS:
         config = PRESETS[name]()
     elif pathlib.Path(name).exists():
-        config = DSV4Config.from_hf(name, follow_links=follow_links, text_only=True)
+        config = DSV4Config.from_hf(name, follow_links=follow_links, text_only=True, drafts=drafts)
     else:
         raise ValueError(f"config must be one of {list(PRESETS)} or a directory, got {name!r}")
-    return config if draft else config.without_draft()
+    return config if drafts else config.without_draft()

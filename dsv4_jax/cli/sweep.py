@@ -60,8 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures what is missing, and prints the table."""
-    checkpoint = find_checkpoint(args.checkpoint, revision=args.revision)
-    config = DSV4Config.from_hf(checkpoint, follow_links=args.follow_links, text_only=True)
+    checkpoint = find_checkpoint(args.checkpoint, revision=args.revision, drafts=False)
+    config = DSV4Config.from_hf(
+        checkpoint, follow_links=args.follow_links, text_only=True, drafts=False
+    )
     ideas = [find_named("IDEA", find_idea, name) for name in args.ideas]
     carried = [idea.applied_to(config) for idea in ideas]
     if max(args.contexts) > config.max_position_embeddings:
@@ -86,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         check_weights_memory(checkpoint, jnp.float32, follow_links=args.follow_links)
         config, params = load_checkpoint(
-            checkpoint, dtype=jnp.float32, follow_links=args.follow_links
+            checkpoint, dtype=jnp.float32, follow_links=args.follow_links, drafts=False
         )
         with Progress(len(missing), unit="cell", doing="measuring") as bar:
             for idea, context in missing:

@@ -17,17 +17,18 @@ import numpy as np
 
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.finite import list_not_finite
+from dsv4_jax.checkpoint.inventory import read_inventory
 from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.cli.arguments import (
     add_activations,
     add_checkpoint,
+    add_drafts,
     add_hosts,
     add_loading,
     join_mesh,
     whole,
 )
 from dsv4_jax.cli.memory import Loading, check_engine_memory
-from dsv4_jax.config import DSV4Config
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.loop import CacheError
 from dsv4_jax.serving.options import EngineOptions
@@ -56,14 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_activations(parser)
     add_hosts(parser)
+    add_drafts(parser)
     add_loading(parser, check_weights=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints one line per check; status 1 if one fails."""
     mesh, follows = join_mesh(args)
-    checkpoint = find_checkpoint(args.checkpoint, revision=args.revision)
-    config = DSV4Config.from_hf(checkpoint, follow_links=args.follow_links, text_only=True)
+    drafts = args.drafts != "off"
+    checkpoint = find_checkpoint(args.checkpoint, revision=args.revision, drafts=drafts)
+    config = read_inventory(checkpoint, follow_links=args.follow_links, drafts=drafts).config
     options = EngineOptions(
         mesh=mesh,
         split_cache=args.split_cache,
@@ -76,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     check_engine_memory(
         config,
         options.changed(cache_format="f32", grammars=False),  # the largest
-        Loading(checkpoint, jnp.bfloat16, follow_links=args.follow_links),
+        Loading(checkpoint, jnp.bfloat16, follow_links=args.follow_links, drafts=drafts),
         way_out="a smaller checkpoint or a larger device",
     )
     config, params = load_checkpoint(
@@ -85,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=jnp.bfloat16,
         check_weights=False,
         follow_links=args.follow_links,
+        drafts=drafts,
     )
     bad = list_not_finite(params) if args.check_weights else []
     if args.check_weights and not follows:
@@ -98,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             cache_format=cache_format,
             prefill_tokens=(48,),
             decode_tokens=48,
-            draft_tokens=3 if params.mtp is not None else 0,
+            draft_tokens=min(3, config.max_draft_tokens),
         )
         with contextlib.closing(Engine(config, params, chosen)) as engine:
             if follows:

@@ -328,6 +328,7 @@ class DSV4Config:
         *,
         follow_links: bool = False,
         text_only: bool = False,
+        drafts: bool = True,
     ) -> DSV4Config:
         """Reads a `config.json`, the released form or the one that transformers writes.
 
@@ -336,6 +337,8 @@ class DSV4Config:
           follow_links: of a directory, reads a `config.json` that is a link out of it; links of a
             Hugging Face cache are followed anyway.
           text_only: of a model that reads images too, reads the text part; it is refused otherwise.
+          drafts: reads what the file says of a draft, which must be whole and fit; False gives the
+            trunk alone, as of a small copy whose fields of a draft no longer fit.
 
         Returns:
           The config; draft layers listed in the schedule are not trunk layers, and of a model that
@@ -350,7 +353,9 @@ class DSV4Config:
             in a format that is not supported, by this file or by a `hf_quant_config.json` in the
             same directory. File and field are named.
         """
-        where, fields = read_fields(source, follow_links=follow_links, text_only=text_only)
+        where, fields = read_fields(
+            source, follow_links=follow_links, text_only=text_only, drafts=drafts
+        )
         try:
             return cls(**fields)
         except ValueError as error:

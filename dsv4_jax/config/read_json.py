@@ -9,7 +9,7 @@ from typing import Any
 
 from dsv4_jax import checks
 from dsv4_jax.config.checkpoint_folder import find_file
-from dsv4_jax.config.draft import MAX_STAGES, has_dspark, read_dspark
+from dsv4_jax.config.draft import MAX_STAGES, DraftKind, draft_kind, read_dspark
 from dsv4_jax.config.formats import HF_QUANT_CONFIG, check_algorithms, check_formats
 from dsv4_jax.config.images import find_images, text_part
 from dsv4_jax.config.json_file import read_json_object
@@ -141,10 +141,11 @@ def read_fields(
     *,
     follow_links: bool = False,
     text_only: bool = False,
+    drafts: bool = True,
 ) -> tuple[str, dict[str, Any]]:
     """Where a config comes from, and the fields of a `DSV4Config`; see `DSV4Config.from_hf`."""
     where, contents = read_contents(source, follow_links=follow_links)
-    return where, _locate(where, _our_fields, contents, text_only)
+    return where, _locate(where, _our_fields, contents, text_only, drafts)
 
 
 def _locate[**P, Result](
@@ -157,7 +158,7 @@ def _locate[**P, Result](
         raise ValueError(f"{where}: {error}") from error
 
 
-def _our_fields(contents: dict[str, Any], text_only: bool) -> dict[str, Any]:
+def _our_fields(contents: dict[str, Any], text_only: bool, drafts: bool) -> dict[str, Any]:
     images, whole, contents = find_images(contents), contents, text_part(contents)
     for name, value in FIXED.items():
         given = contents.get(name, value)
@@ -186,20 +187,19 @@ def _our_fields(contents: dict[str, Any], text_only: bool) -> dict[str, Any]:
         "rope_dim": read_rope_dim(data),
         "csa_compression_ratio": ratios[CSA],
         "hca_compression_ratio": ratios[HCA],
-        **_draft(contents, data, num_layers),
+        **(_draft(contents, num_layers) if drafts else {}),
         **_tokens(contents, data["vocab_size"]),
         **read_rope(data),
     }
 
 
-def _draft(contents: dict[str, Any], data: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """The draft: `num_nextn_predict_layers` is 1 beside DSpark stages too, which go first."""
-    if not has_dspark(contents):
-        return {"num_mtp_layers": int(data.get("num_nextn_predict_layers") == 1)}
+def _draft(contents: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """The fields of the draft."""
     dspark = read_dspark(contents)
-    assert dspark is not None
     # A trunk that was cut below the layers that the stages read cannot have them.
-    return {"dspark": dspark if dspark.target_layers[-1] < num_layers else None}
+    if dspark is not None and dspark.target_layers[-1] >= num_layers:
+        dspark = None
+    return {"num_mtp_layers": int(draft_kind(contents) == DraftKind.MTP), "dspark": dspark}
 
 
 def _tokens(contents: dict[str, Any], vocab_size: int) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class Engine(EngineCore):
         """An engine for a checkpoint, with its tokenizer if it brings one.
 
         Each device's part of the weights is read straight to its place, and with `unroll` nothing
-        is in memory twice.
+        is in memory twice. A draft is loaded where `draft_tokens` asks for it.
 
         Args:
           path: a directory, or a model's name on the Hugging Face hub, `owner/model`, which is
@@ -169,6 +169,7 @@ class Engine(EngineCore):
             progress=progress,
             check_weights=check_weights,
             follow_links=follow_links,
+            drafts=options.draft_tokens > 0,
         )
         if _unrolls(options):
             params = unstack_layers(params, donate=True)

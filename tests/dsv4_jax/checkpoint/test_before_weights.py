@@ -17,7 +17,7 @@ FILES = ("config.json", "model-00001-of-00002.safetensors", "tokenizer.json")
 def check(tmp_path):
     """Asks about a model of these contents; gives what was fetched beside the config."""
 
-    def run(contents, files=FILES, beside=None, needs_tokenizer=True, names=None):
+    def run(contents, files=FILES, beside=None, needs_tokenizer=True, names=None, drafts=True):
         (tmp_path / "config.json").write_text(json.dumps(contents))
         fetched = []
         index = {"weight_map": dict.fromkeys(names or (), FILES[1])}
@@ -27,7 +27,8 @@ def check(tmp_path):
             fetched.append(name)
             (tmp_path / name).write_text(json.dumps(index if name == INDEX else beside))
 
-        check_before_weights("owner/model", tmp_path, files, fetch, needs_tokenizer=needs_tokenizer)
+        options = {"needs_tokenizer": needs_tokenizer, "drafts": drafts}
+        check_before_weights("owner/model", tmp_path, files, fetch, **options)
         return fetched
 
     return run
@@ -61,6 +62,7 @@ def test_a_broken_draft_is_refused_where_the_files_hold_one(check):
         check(broken, names=DRAFT)
     with pytest.raises(ValueError, match=r"lists 3 DSpark stages, and the files hold 2"):
         check(FLASH_0731, names=DRAFT[:-1])
+    assert check(broken, names=DRAFT, drafts=False) == [INDEX]
     # Of a small copy, which has no stages, or one file whose header will tell.
     assert check(broken, names=["norm.weight"]) == [INDEX]
     assert check(broken) == []
@@ -68,8 +70,8 @@ def test_a_broken_draft_is_refused_where_the_files_hold_one(check):
 
 def test_what_will_not_be_loaded_is_said(check, tmp_path):
     with pytest.warns(LeftOutWarning, match=r"draft \(DSpark stages, mtp\.\) is left out"):
-        check(FLASH_0731, names=DRAFT)
-    with pytest.warns(LeftOutWarning, match=r"images \(image, vision\) are left out") as caught:
+        check(FLASH_0731 | {"num_hidden_layers": 4}, names=DRAFT)
+    with pytest.warns(LeftOutWarning, match=r"images \(image, vision\) is left out") as caught:
         check(FLASH_VISION, names=[*DRAFT, "vision.norm.weight", "image_pad"])
     assert len(caught) == 1
     assert str(caught[0].message).startswith(str(tmp_path))

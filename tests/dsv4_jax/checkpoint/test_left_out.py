@@ -1,4 +1,4 @@
-"""Checkpoints with parts that are not loaded: DSpark stages, and what belongs to images."""
+"""Checkpoints with parts that are not loaded: a draft, and what belongs to images."""
 
 import dataclasses
 import json
@@ -6,7 +6,6 @@ import re
 import warnings
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -25,6 +24,7 @@ from helpers.dspark import (
 )
 from helpers.released_configs import VISION_FIELDS
 
+WITH_STAGES = dataclasses.replace(TRUNK, dspark=DRAFT)
 LINE = r"its draft \(DSpark stages, mtp\.\) is left out; .*without a draft"
 
 
@@ -47,14 +47,27 @@ def trunk(tmp_path_factory):
     return load(write_checkpoint(folder, contents, released_tensors(TRUNK)))
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_nextn_predict_layers": 3}, {"dspark_block_size": 4}])
-def test_the_trunk_loads_without_its_stages(tmp_path, trunk, changes):
+@pytest.mark.parametrize("changes", [{}, {"dspark_markov_rank": None}, {"dspark_block_size": 99}])
+def test_the_trunk_loads_without_its_stages_where_it_is_asked_to(tmp_path, trunk, changes):
+    """In silence, and whatever the config says of them."""
     folder = write_dspark(tmp_path / "x", **changes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config, params = load(folder, drafts=False)
+    assert config == TRUNK == trunk[0]
+    same(params, trunk[1])
+
+
+@pytest.mark.parametrize("num_nextn", [0, 3])
+def test_stages_that_the_config_does_not_have_are_left_out(tmp_path, trunk, num_nextn):
+    contents = {n: v for n, v in dspark_config().items() if not n.startswith("dspark")}
+    contents["num_nextn_predict_layers"] = num_nextn
+    tensors = released_tensors(TRUNK) | dspark_tensors()
     with pytest.warns(LeftOutWarning, match=LINE) as caught:
-        config, params = load(folder)
+        config, params = load(write_checkpoint(tmp_path / "x", contents, tensors))
     assert len(caught) == 1
     assert "\n" not in str(caught[0].message)
-    assert config == TRUNK == trunk[0]
+    assert config == TRUNK
     same(params, trunk[1])
 
 
@@ -79,26 +92,6 @@ def test_fields_of_a_draft_that_the_files_do_not_hold_are_not_read(tmp_path, tru
     config, params = load(folder)
     assert config == TRUNK
     same(params, trunk[1])
-
-
-def test_two_stages_and_dense_weights_load_too(tmp_path):
-    """Another number of stages, stored in BF16 as tools that take quantisation away write it."""
-    two = dataclasses.replace(DRAFT, num_stages=2)
-    tensors = released_tensors(TRUNK) | dspark_tensors(draft=two)
-    scales = {name for name in tensors if name.endswith(".scale")}
-    dense = {}
-    for name, array in tensors.items():
-        if name in scales:
-            continue
-        if f"{name.removesuffix('.weight')}.scale" in scales:
-            wide = 2 * array.shape[-1] if array.dtype == np.int8 else array.shape[-1]
-            array = np.ones((*array.shape[:-1], wide), ml_dtypes.bfloat16)
-        dense[name] = array
-    contents = dspark_config(draft=two) | {"quantization_config": None, "expert_dtype": None}
-    with pytest.warns(LeftOutWarning, match=LINE):
-        config, params = load(write_checkpoint(tmp_path / "x", contents, dense))
-    assert config == TRUNK
-    assert float(np.asarray(params.layers["csa_learned"].ffn.w1, np.float32).min()) == 1.0
 
 
 def mtp_tensors():
@@ -148,7 +141,7 @@ DISAGREEMENTS = {
 
 
 @pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_config_and_files_must_agree(tmp_path, name):
+def test_config_and_files_must_agree(tmp_path, trunk, name):
     changes, draft, message = DISAGREEMENTS[name]
     tensors = released_tensors(TRUNK) | draft()
     folder = write_checkpoint(tmp_path / "x", dspark_config() | changes, tensors)
@@ -156,6 +149,10 @@ def test_config_and_files_must_agree(tmp_path, name):
         load(folder)
     assert str(caught.value).startswith(str(folder))
     assert len(str(caught.value).splitlines()) == 1
+    assert str(caught.value).endswith("--drafts off, loads the model without its draft")
+    config, params = load(folder, drafts=False)
+    assert config == TRUNK
+    same(params, trunk[1])
 
 
 def test_a_small_copy_that_was_cut_by_a_number_loads(tmp_path):
@@ -177,11 +174,10 @@ def test_a_small_copy_that_was_cut_by_a_number_loads(tmp_path):
 
 def test_what_is_written_announces_no_draft(tmp_path, trunk):
     folder = write_dspark(tmp_path / "x", n_mtp_layers=3)
-    with pytest.warns(LeftOutWarning, match=LINE):
-        config, params = load(folder)
+    config, params = load(folder, drafts=False)
     ds.save_checkpoint(config, params, tmp_path / "saved")
-    with pytest.warns(LeftOutWarning, match=LINE):
-        convert_checkpoint(folder, tmp_path / "made", weights="released", progress=False)
+    options = {"weights": "released", "progress": False, "drafts": False}
+    convert_checkpoint(folder, tmp_path / "made", **options)
     for made in ("saved", "made"):
         contents = json.loads((tmp_path / made / "config.json").read_text())
         assert contents["num_nextn_predict_layers"] == 0
@@ -212,8 +208,8 @@ def test_the_text_part_of_a_model_that_reads_images(tmp_path, trunk, prefix):
     with pytest.warns(LeftOutWarning) as caught:
         config, params = load(folder)
     (line,) = [str(warning.message) for warning in caught]
+    assert "its draft" not in line
     for part in (
-        "its draft",
         "aligner",
         "image",
         "gate.bias_vl",
@@ -221,13 +217,13 @@ def test_the_text_part_of_a_model_that_reads_images(tmp_path, trunk, prefix):
         prefix.split(".")[-1].split("_")[0],
     ):
         assert part in line
-    assert config == TRUNK
-    same(params, trunk[1])
+    assert config == WITH_STAGES
+    same(dataclasses.replace(params, mtp=None), trunk[1])
     with pytest.warns(LeftOutWarning):
         convert_checkpoint(folder, tmp_path / "made", weights="bfloat16", progress=False)
     made = json.loads((tmp_path / "made" / "config.json").read_text())
     assert not any(name.startswith("vision") for name in made)
-    assert load(tmp_path / "made")[0] == TRUNK
+    assert load(tmp_path / "made")[0] == WITH_STAGES
 
 
 def test_text_tensors_are_never_left_out(tmp_path):
@@ -263,9 +259,20 @@ def test_a_nested_text_model_loads_under_its_prefix(tmp_path, trunk):
     same(params, trunk[1])
 
 
+def write_cut(folder):
+    """A copy of two layers whose stages read layers that are not there."""
+    trunk = {
+        name: array
+        for name, array in released_tensors(TRUNK).items()
+        if not name.startswith(("layers.2.", "layers.3."))
+    }
+    contents = dspark_config() | {"num_hidden_layers": 2}
+    return write_checkpoint(folder, contents, trunk | dspark_tensors())
+
+
 @pytest.mark.parametrize("command", ["plan", "convert"])
 def test_commands_say_it_once_in_one_line(tmp_path, capsys, recwarn, command):
-    folder = write_dspark(tmp_path / "x")
+    folder = write_cut(tmp_path / "x")
     words = {
         "plan": [folder],
         "convert": [folder, tmp_path / "made", "--weights", "released"],
@@ -277,30 +284,61 @@ def test_commands_say_it_once_in_one_line(tmp_path, capsys, recwarn, command):
     lines += [str(warning.message) for warning in recwarn]
     assert len(lines) == 1
     assert re.search(LINE, lines[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        off = [*map(str, words), "--drafts", "off"]
+        assert main([command, *(f"{w}2" if w.endswith("made") else w for w in off)]) == 0
+    assert "left out" not in capsys.readouterr().err
 
 
 def test_a_warning_that_was_made_an_error_ends_a_command_in_one_line(tmp_path, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert main(["plan", str(write_dspark(tmp_path / "x"))]) == 2
+        assert main(["plan", str(write_cut(tmp_path / "x"))]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("dsv4-jax plan: ")
     assert re.search(LINE, line)
 
 
-def test_an_engine_of_a_command_says_it_once(tmp_path):
-    """As `generate` and `serve` find a model and build its engine."""
-    folder = write_dspark(tmp_path / "x")
-    words = ["generate", "a", "--checkpoint", str(folder), "--draft-tokens"]
-    with pytest.raises(ValueError, match=r"needs a draft \(MTP\) block"):
-        find_model(make_parser().parse_args([*words, "1"]))
-    args = make_parser().parse_args([*words, "0"])
+def words_of(folder, *words):
+    """Options of `generate`, which finds a model and builds its engine as `serve` does."""
+    return make_parser().parse_args(["generate", "a", "--checkpoint", str(folder), *words])
+
+
+@pytest.mark.parametrize("words", [(), ("--drafts", "off")])
+def test_an_engine_without_drafts_does_not_hold_them(tmp_path, words):
+    args = words_of(write_dspark(tmp_path / "x"), *words)
     found, config = find_model(args)
-    with pytest.warns(LeftOutWarning, match=LINE) as caught:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         engine = build_engine(args, found, config, max_requests=1, max_context_tokens=256)
-    assert len(caught) == 1
     assert engine.config == config == TRUNK
+    assert engine.params.mtp is None
     engine.close()
+
+
+def test_drafts_are_asked_for_before_anything_is_loaded(tmp_path):
+    folder = write_dspark(tmp_path / "x")
+    assert find_model(words_of(folder, "--draft-tokens", "5")) == (folder, WITH_STAGES)
+    for words, message in (
+        (("--draft-tokens", "6"), "--draft-tokens must be at most 5, which the draft of"),
+        (("--draft-tokens", "1", "--drafts", "off"), "--drafts off loads no draft, .*-tokens 1"),
+        (("--draft-tokens", "1", "--steps-per-call", "2"), "--steps-per-call 2 makes steps"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            find_model(words_of(folder, *words))
+    contents = dspark_config() | {"dspark_markov_rank": None}
+    trunk = write_checkpoint(tmp_path / "trunk", contents, released_tensors(TRUNK))
+    assert find_model(words_of(trunk)) == (trunk, TRUNK)
+    with pytest.raises(ValueError, match=r"--draft-tokens 1 needs a draft, and .*trunk has none"):
+        find_model(words_of(trunk, "--draft-tokens", "1"))
+
+
+def test_a_draft_that_does_not_agree_is_refused_though_nobody_asked_for_it(tmp_path):
+    folder = write_dspark(tmp_path / "x", dspark_markov_rank=None)
+    with pytest.raises(ValueError, match="dspark_markov_rank is missing"):
+        find_model(words_of(folder))
+    assert find_model(words_of(folder, "--drafts", "off")) == (folder, TRUNK)
 
 
 def test_plan_counts_what_is_there(tmp_path, capsys):
@@ -308,9 +346,6 @@ def test_plan_counts_what_is_there(tmp_path, capsys):
     draft, images = dspark_tensors(), vision_tensors("vision")
     contents = dspark_config() | VISION_FIELDS
     folder = write_checkpoint(tmp_path / "x", contents, tensors | draft | images)
-    with pytest.warns(LeftOutWarning):
-        assert main(["plan", str(folder)]) == 0
-    text = capsys.readouterr().out
 
     def line(label, *parts):
         arrays = [array for part in parts for array in part.values()]
@@ -318,11 +353,21 @@ def test_plan_counts_what_is_there(tmp_path, capsys):
 
     of_draft = draft | {n: a for n, a in images.items() if n.startswith("mtp.")}
     of_images = {n: a for n, a in images.items() if not n.startswith("mtp.")}
-    for expected in (
+    whole = [
+        line("files", tensors, draft, images),
+        line("loaded", tensors, draft),
+        line("of that, draft (3 DSpark stages)", draft),
+        line("left out: images", images),
+    ]
+    trunk = [
         line("files", tensors, draft, images),
         line("loaded", tensors),
         line("left out: draft (3 DSpark stages)", of_draft),
         line("left out: images", of_images),
-    ):
-        assert expected in text.splitlines()
-    assert "draft block included" not in text
+    ]
+    for words, expected in (((), whole), (("--drafts", "off"), trunk)):
+        with pytest.warns(LeftOutWarning):
+            assert main(["plan", str(folder), *words]) == 0
+        text = capsys.readouterr().out
+        assert text.splitlines()[-4:] == expected
+        assert ("3 draft stages included" in text) == (expected is whole)

@@ -5,11 +5,12 @@ import dataclasses
 
 import pytest
 
-from dsv4_jax.checkpoint.inventory import list_dspark, list_release, size_of
+from dsv4_jax.checkpoint.inventory import list_release, size_of
 from dsv4_jax.checkpoint.left_out import find_left_out
 from dsv4_jax.cli.presets import DSPARK, PRESETS
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.draft import DraftKind
+from helpers.dspark import DRAFT, TRUNK, stage_table
 from helpers.released_configs import FLASH_0731, FLASH_VISION
 
 PUBLISHED = {
@@ -23,12 +24,16 @@ STAGES = {"flash-0731": (4_705, 10_862_838_300), "pro-0813": (7_009, 41_979_375_
 
 def table(preset):
     """All tensors of a release, by name."""
-    config = PRESETS[preset]()
-    entries = list(list_release(config))
-    if preset in DSPARK:
-        entries += list_dspark(config, DSPARK[preset])
+    entries = list(list_release(PRESETS[preset]()))
     assert len({entry.name for entry in entries}) == len(entries)
     return entries
+
+
+def three_layers(config):
+    """Its draft in full, behind a trunk of three layers, which is quick to list."""
+    draft = dataclasses.replace(config.dspark, target_layers=(0, 1, 2))
+    layers = {"layer_types": config.layer_types[:3], "router_types": config.router_types[:3]}
+    return dataclasses.replace(config, dspark=draft, **layers)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,8 @@ def test_the_published_counts_and_bytes(preset, request):
 
 @pytest.mark.parametrize("preset", STAGES)
 def test_the_stages_of_a_draft(preset):
-    entries = list(list_dspark(PRESETS[preset](), DSPARK[preset]))
+    config = three_layers(PRESETS[preset]())
+    entries = [entry for entry in list_release(config) if entry.name.startswith("mtp.")]
     assert size_of(entries) == STAGES[preset]
     by_stage = collections.Counter(entry.name.split(".")[1] for entry in entries)
     if preset == "flash-0731":
@@ -69,23 +75,35 @@ def test_the_stages_of_a_draft(preset):
     assert shapes["mtp.0.main_proj.weight"] == (width, 3 * width)
     assert shapes["mtp.2.markov_head.markov_w1.weight"] == (129_280, DSPARK[preset].markov_rank)
     assert not any("tid2eid" in name or "compressor" in name for name in shapes)
+    assert shapes["mtp.2.confidence_head.proj.weight"] == (1, width + config.dspark.markov_rank)
+    table = stage_table(config, config.dspark)
+    assert {n: s for n, s in shapes.items() if n in table and table[n][0] != "FP4"} == {
+        name: shape for name, (form, shape) in table.items() if form != "FP4"
+    }
+    scaled = {name.removesuffix(".weight") for name, (form, _) in table.items() if "FP" in form}
+    assert shapes.keys() == table.keys() | {f"{name}.scale" for name in scaled}
 
 
 def test_stages_must_be_known():
-    draft = dataclasses.replace(DSPARK["flash-0731"], num_stages=None)
-    with pytest.raises(ValueError, match="num_stages"):
-        list(list_dspark(DSV4Config.tiny(), draft))
+    draft = dataclasses.replace(DRAFT, num_stages=None)
+    with pytest.raises(ValueError, match=r"dspark\.num_stages must be known"):
+        list(list_release(dataclasses.replace(TRUNK, dspark=draft)))
 
 
 def test_what_is_left_out_of_the_releases(flash_0731):
-    """The trunk of 0731; of Vision-Exp its 72,633 names less what belongs to images."""
+    """Nothing of 0731; of Vision-Exp its 72,633 names less what belongs to images."""
     names = {entry.name for entry in flash_0731}
-    config = DSV4Config.from_hf(FLASH_0731)
+    config = DSV4Config.from_hf(FLASH_0731, drafts=False)
+    assert not config.has_draft
     loaded, left_out = find_left_out(FLASH_0731, config, names)
     assert loaded == PRESETS["flash-0731"]()
+    assert not left_out.names
+    trunk, left_out = find_left_out(FLASH_0731, config, names, drafts=False)
+    assert trunk == config
     assert (left_out.draft, left_out.stages) == (DraftKind.DSPARK, 3)
     assert len(left_out.draft_names) == 4_705
     assert not left_out.image_names
+    assert left_out.describe("here") == ""
 
     blocks = ("attn.wo", "attn.wqkv", "mlp.w1", "mlp.w2", "norm1", "norm2")
     tower = {f"vision.blocks.{b}.{n}.weight" for b in range(32) for n in blocks}
@@ -102,7 +120,11 @@ def test_what_is_left_out_of_the_releases(flash_0731):
     stages = {f"mtp.{stage}.ffn.gate.bias_vl" for stage in range(3)}
     vision = names | tower | routing | unused | stages
     assert len(vision) == 72_633
-    _, left_out = find_left_out(FLASH_VISION, config, vision)
+    loaded, left_out = find_left_out(FLASH_VISION, config, vision)
+    assert loaded == PRESETS["flash-0731"]()
+    assert left_out.image_names == tower | routing | unused | stages
+    assert vision - left_out.names == names
+    _, left_out = find_left_out(FLASH_VISION, config, vision, drafts=False)
     assert left_out.image_names == tower | routing | unused
     assert len(left_out.draft_names) == 4_708
     assert len(vision - left_out.names) == 72_317 - 4_705

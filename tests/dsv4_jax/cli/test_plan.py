@@ -1,6 +1,7 @@
 """What `dsv4-jax plan` prints: the numbers of deepseek_v4.md section 7."""
 
 import dataclasses
+import json
 import pathlib
 import re
 
@@ -10,6 +11,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cli import main
+from helpers.released_configs import FLASH_0731
 from pallas_kernels.common.formats import CACHE_FORMATS
 
 MILLION = 1_048_576
@@ -196,27 +198,64 @@ def test_released_weights_take_the_published_bytes(plan, config, published):
             "flash-0731",
             [
                 "files: 72,317 tensors, 166,878,536,440 bytes",
-                "loaded: 67,612 tensors, 156,015,698,140 bytes",
-                "left out: draft (3 DSpark stages): 4,705 tensors, 10,862,838,300 bytes",
+                "loaded: 72,317 tensors, 166,878,536,440 bytes",
+                "of that, draft (3 DSpark stages): 4,705 tensors, 10,862,838,300 bytes",
             ],
         ),
         pytest.param(
             "pro-0813",
             [
                 "files: 149,782 tensors, 892,727,580,904 bytes",
-                "loaded: 142,773 tensors, 850,748,205,004 bytes",
-                "left out: draft (3 DSpark stages): 7,009 tensors, 41,979,375,900 bytes",
+                "loaded: 149,782 tensors, 892,727,580,904 bytes",
+                "of that, draft (3 DSpark stages): 7,009 tensors, 41,979,375,900 bytes",
             ],
             marks=pytest.mark.slow,
         ),
     ],
 )
 def test_releases_with_dspark_are_counted(plan, preset, lines):
-    """The published counts and bytes, what is loaded of them, and what is not."""
+    """The published counts and bytes. Hash tables are i32 in memory, and i64 in files."""
     _, text = plan(preset, "--context", 8192)
     assert text.splitlines()[-3:] == lines
-    assert "draft block included" not in text
-    assert re.search(r"^draft block window +0\.00$", text, re.MULTILINE)
+    (said,) = re.findall(r"^weights: .* GiB, ([\d,]+) bytes, 3 draft stages included$", text, re.M)
+    published, stages = (int(lines[i].split()[-2].replace(",", "")) for i in (1, 2))
+    assert int(said.replace(",", "")) == published - 3 * 129_280 * 6 * 4
+    row = re.findall(r"^draft +[\d,.-]+ .*$", text, re.M)[0].split()[1:]
+    in_mib = sum(float(cell.replace(",", "")) for cell in row if cell != "-")
+    assert in_mib == pytest.approx(stages / 2**20, abs=0.03)
+    rings = 3 * 128 * 584 / 2**20  # of each stage 128 entries of 584 bytes
+    assert re.search(rf"^draft window +{rings:.2f}$", text, re.MULTILINE)
+
+
+def test_stages_are_planned_apart_from_the_trunk(plan):
+    """Without them a release is what it was before, and a mesh's devices hold a part of them."""
+    _, without = plan("flash-0731", "--drafts", "off", "--context", 8192)
+    assert without.splitlines()[-2:] == [
+        "loaded: 67,612 tensors, 156,015,698,140 bytes",
+        "left out: draft (3 DSpark stages): 4,705 tensors, 10,862,838,300 bytes",
+    ]
+    assert "included" not in without.partition("\ncache")[2].partition("\nweights: ")[2]
+    assert not re.search(r"^draft  ", without, re.M)
+    assert re.search(r"^draft window +0\.00$", without, re.MULTILINE)
+    _, text = plan("flash-0731", "--gpu", "h200x4", "--context", 8192)
+    assert text.startswith("flash-0731, fp8_ue8m0: data=")
+    assert re.search(r"^weights: [\d.]+ GiB, 3 draft stages included$", text, re.M)
+    cells = re.findall(r"^draft +.*$", text, re.M)[0].split()
+    routed = 3 * 256 * 3 * 2048 * 4096 * (1 / 2 + 1 / 32)
+    assert cells[4] == f"{routed / 4 / 2**20:,.2f}"
+    assert text.splitlines()[-3].startswith("files: 72,317 tensors")
+
+
+def test_stages_of_a_config_alone_must_be_counted(tmp_path, capsys):
+    """Where neither the config nor files say how many there are."""
+    contents = FLASH_0731 | {"compress_ratios": FLASH_0731["compress_ratios"][:43]}
+    (tmp_path / "config.json").write_text(json.dumps(contents))
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "dspark.num_stages must be known" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path), "--drafts", "off"]) == 0
+    (tmp_path / "config.json").write_text(json.dumps(contents | {"n_mtp_layers": 3}))
+    assert main(["plan", str(tmp_path)]) == 0
+    assert "3 draft stages included" in capsys.readouterr().out
 
 
 def test_weights_are_listed_by_family_and_format(plan):
@@ -231,7 +270,7 @@ def test_weights_are_listed_by_family_and_format(plan):
     assert rows["routed experts"] == [*"---", f"{43 * 256 * expert / 2**20:,.2f}", "-"]
     shared = 43 * 3 * 2048 * 4096 * (1 + 1 / 128**2)
     assert rows["shared expert"] == [*"--", f"{shared / 2**20:,.2f}", *"--"]
-    assert rows["draft block"][3] == f"{256 * expert / 2**20:,.2f}"
+    assert rows["draft"][3] == f"{256 * expert / 2**20:,.2f}"
     _, text = plan("flash", "--weights", "bfloat16")
     assert "FP8 MiB" not in text
     assert "542.00 GiB" in text

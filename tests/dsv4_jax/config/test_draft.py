@@ -43,9 +43,11 @@ def test_other_drafts_are_no_dspark():
 @pytest.mark.parametrize("value", [DELETE, None])
 def test_a_missing_field_is_named(field, value):
     contents = edited(FLASH_0731, **{field: value})
-    assert DSV4Config.from_hf(contents).num_mtp_layers == 0
     with pytest.raises(ValueError, match=f"^{field} is missing beside dspark_"):
         read_dspark(contents)
+    with pytest.raises(ValueError, match=rf"^config\.json: {field} is missing beside dspark_"):
+        DSV4Config.from_hf(contents)
+    assert DSV4Config.from_hf(contents, drafts=False) == DSV4Config.flash().without_draft()
 
 
 @pytest.mark.parametrize(
@@ -70,8 +72,12 @@ def test_a_missing_field_is_named(field, value):
     ],
 )
 def test_a_wrong_value_is_named(field, value):
+    contents = FLASH_0731 | {field: value}
     with pytest.raises(ValueError, match=field):
-        read_dspark(FLASH_0731 | {field: value})
+        read_dspark(contents)
+    with pytest.raises(ValueError, match=field):
+        DSV4Config.from_hf(contents)
+    assert DSV4Config.from_hf(contents, drafts=False) == DSV4Config.flash().without_draft()
 
 
 @pytest.mark.parametrize(
@@ -91,6 +97,8 @@ def test_the_number_of_stages(changes, stages):
     draft = read_dspark(FLASH_0731 | changes)
     assert draft.num_stages == stages
     assert draft.target_layers == (40, 41, 42)
+    is_cut = "num_hidden_layers" in changes
+    assert DSV4Config.from_hf(FLASH_0731 | changes).dspark == (None if is_cut else draft)
 
 
 def test_a_config_without_its_draft_says_so():
@@ -98,4 +106,4 @@ def test_a_config_without_its_draft_says_so():
     assert not any(name.startswith("dspark") for name in contents)
     assert contents["num_nextn_predict_layers"] == 0
     assert len(contents["compress_ratios"]) == 43
-    assert DSV4Config.from_hf(contents) == PRESETS["flash-0731"]()
+    assert DSV4Config.from_hf(contents) == PRESETS["flash-0731"]().without_draft()
