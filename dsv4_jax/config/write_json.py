@@ -14,6 +14,7 @@ from dsv4_jax.config.read_json import (
     OPTIONAL,
     ROUTER_TYPE_NAMES,
     SAME_NAME,
+    SWA,
 )
 
 
@@ -66,10 +67,21 @@ def _partial_factor(rope_dim: int, head_dim: int) -> float:
 
 
 def _draft(config: DSV4Config) -> dict[str, Any]:
-    """The draft as the release announces it: `num_nextn_predict_layers` is 1 for either kind."""
+    """The draft as the release announces it: `num_nextn_predict_layers` is 1 for either kind.
+
+    How many stages there are is told by a ratio of 0 for each, after those of the trunk, and by
+    `n_mtp_layers`, which vLLM reads. transformers takes `layer_types` in the place of ratios.
+    """
     if (dspark := config.dspark) is None:
         return {"num_nextn_predict_layers": config.num_mtp_layers}
-    stages = {} if dspark.num_stages is None else {"n_mtp_layers": dspark.num_stages}
+    stages: dict[str, Any] = {}
+    if dspark.num_stages is not None:
+        stages["n_mtp_layers"] = dspark.num_stages
+        if config.csa_compression_ratio != config.hca_compression_ratio:  # else no ratio tells
+            ratios = (
+                0 if attn == SWA else config.compression_ratio(attn) for attn in config.layer_types
+            )
+            stages["compress_ratios"] = [*ratios, *[0] * dspark.num_stages]
     return {
         "num_nextn_predict_layers": 1,
         "dspark_block_size": dspark.block_size,

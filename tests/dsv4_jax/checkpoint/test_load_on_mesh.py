@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh
 
 import dsv4_jax as ds
 from dsv4_jax.checkpoint import shards
+from dsv4_jax.config.draft import DSparkConfig
 from dsv4_jax.model.released import quantized_shape
 from helpers import slow
 from helpers.checkpoints import random_fp8, released_tensors, write_released
@@ -43,6 +44,12 @@ ONE_LAYER = dataclasses.replace(
     CONFIG, layer_types=(CSA,), router_types=(LEARNED,), num_mtp_layers=0
 )
 """With fewer leaves, each of which compiles for each device."""
+STAGES = dataclasses.replace(
+    ONE_LAYER,
+    dspark=DSparkConfig(
+        block_size=3, markov_rank=8, noise_token_id=9, target_layers=(0,), num_stages=2
+    ),
+)
 
 
 def start(folder, *arguments):
@@ -71,6 +78,7 @@ def result(process):
             (ONE_LAYER, "fp4", "2x2"),
             (CONFIG, "fp4", "1x1 1x2 1x8 2x4 4x2 8x1"),
             (CONFIG, "fp8", "1x8 4x2"),
+            (STAGES, "fp4", "1x1 2x2 1x8 8x1"),
         ],
     ),
 )

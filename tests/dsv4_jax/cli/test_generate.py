@@ -106,7 +106,7 @@ def test_drafts_without_a_draft_block_are_refused_before_loading(checkpoint, cap
     monkeypatch.setattr("dsv4_jax.serving.engine.load_checkpoint", None)
     arguments = ["x", "--draft-tokens", "1", "--checkpoint", str(checkpoint)]
     assert main(["generate", *arguments]) == 2
-    assert "--draft-tokens 1 needs a draft (MTP) block" in capsys.readouterr().err
+    assert "--draft-tokens 1 needs a draft, and" in capsys.readouterr().err
 
 
 @pytest.mark.slow

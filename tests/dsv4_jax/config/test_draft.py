@@ -1,5 +1,6 @@
 """Which draft a config announces, and what is refused of one with DSpark stages."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,7 +8,18 @@ import pytest
 from dsv4_jax.cli.presets import DSPARK, PRESETS
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.draft import DraftKind, draft_kind, read_dspark, without_draft
-from helpers.released_configs import DELETE, FLASH, FLASH_0731, PRO_0813, edited
+from dsv4_jax.config.write_json import write_config
+from helpers.dspark import DRAFT, TRUNK
+from helpers.released_configs import (
+    DELETE,
+    FLASH,
+    FLASH_0731,
+    HEAVY,
+    PRO_0813,
+    SPARSE,
+    WINDOW,
+    edited,
+)
 
 DSPARK_FIELDS = (
     "dspark_block_size",
@@ -99,6 +111,46 @@ def test_the_number_of_stages(changes, stages):
     assert draft.target_layers == (40, 41, 42)
     is_cut = "num_hidden_layers" in changes
     assert DSV4Config.from_hf(FLASH_0731 | changes).dspark == (None if is_cut else draft)
+
+
+@pytest.mark.parametrize(
+    ("contents", "preset"), [(FLASH_0731, "flash-0731"), (PRO_0813, "pro-0813")]
+)
+def test_what_is_written_announces_the_draft_as_the_release_does(contents, preset):
+    config = PRESETS[preset]()
+    written = json.loads(json.dumps(write_config(config)))
+    assert DSV4Config.from_hf(written) == config
+    names = (*DSPARK_FIELDS, "num_nextn_predict_layers", "compress_ratios", "num_hidden_layers")
+    assert {name: written[name] for name in names} == {name: contents[name] for name in names}
+    assert written["n_mtp_layers"] == 3
+    assert len(written["layer_types"]) == config.num_layers  # or transformers refuses it
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_stages"),
+    [
+        ({}, None),
+        ({}, 1),
+        ({"csa_compression_ratio": 32}, 2),  # where ratios do not tell types apart
+        ({"csa_compression_ratio": 8, "hca_compression_ratio": 4}, 2),
+    ],
+)
+def test_what_is_written_is_read_again(changes, num_stages):
+    dspark = dataclasses.replace(DRAFT, num_stages=num_stages)
+    config = dataclasses.replace(TRUNK, dspark=dspark, **changes)
+    assert DSV4Config.from_hf(write_config(config)) == config
+
+
+@pytest.mark.slow
+def test_transformers_reads_what_is_written():
+    transformers = pytest.importorskip("transformers")
+    config = PRESETS["flash-0731"]()
+    read = transformers.DeepseekV4Config(**write_config(config)).to_dict()
+    assert read["layer_types"][:4] == [WINDOW, WINDOW, SPARSE, HEAVY]
+    assert len(read["layer_types"]) == config.num_layers
+    assert {name: read[name] for name in DSPARK_FIELDS} == {
+        name: FLASH_0731[name] for name in DSPARK_FIELDS
+    }
 
 
 def test_a_config_without_its_draft_says_so():
