@@ -61,6 +61,11 @@ def test_the_stages_of_a_draft(preset):
     assert size_of(entries) == STAGES[preset]
     by_stage = collections.Counter(entry.name.split(".")[1] for entry in entries)
     if preset == "flash-0731":
+        for stage, rest in enumerate((187_735_384, 137_392_472, 270_054_252)):
+            of_stage = [e for e in entries if e.name.startswith(f"mtp.{stage}.")]
+            routed = [e for e in of_stage if ".ffn.experts." in e.name]
+            assert size_of(routed).num_bytes == 3_422_552_064
+            assert size_of(of_stage).num_bytes == 3_422_552_064 + rest
         assert by_stage == {"0": 1568, "1": 1565, "2": 1572}
         dtypes = collections.Counter(entry.dtype.name for entry in entries)
         assert dtypes == {
