@@ -5,6 +5,7 @@
     compressor       what compressors take of a token; entries of whole sequences
     indexer          index queries
     selection        which entries a query attends to
+    block_attention  the sublayer of a DSpark stage
     full_sequence    the three types without a cache, for training and for checking
 
 `pooling` is where an idea changes what tokens bring into their windows, `rope` has the two tables,

@@ -7,6 +7,7 @@
     step_input      the input of a step, and the indices of its call
     handle          one layer in one call, all that attention sees: `append`, `select`, `attend`
     append          a call's tokens into a layer: in place, or as `new_tokens` to be committed
+    draft_blocks    attention of blocks of drafts, to rings and inside the block
     commit          those into rings, states and lengths
     slot_changes    what the allocator changes between two steps
     snapshots       what resumes a request at a block boundary

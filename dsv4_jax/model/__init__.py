@@ -5,9 +5,11 @@
     hyper_connections    how a sublayer reads the residual streams and writes to them
     moe                  routing and the experts
     forward              token ids to logits over whole sequences, without a cache
-    draft, dspark        drafts: the MTP block; DSpark
+    mtp                  the draft of an MTP block
+    dspark               DSpark drafts: what settled tokens leave, a pass over a block, its chain
+    dspark_sequence      the same over whole sequences, without a cache
 
-`params` has the parameters as pytrees, and `shardings` says where they lie on a mesh.
+`params`, `layer_params` and `draft_params` have the parameters as pytrees, and `shardings` says where they lie on a mesh.
 """
 
 from dsv4_jax.model.forward import forward_streams

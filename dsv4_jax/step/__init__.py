@@ -4,7 +4,8 @@
     step               what these have in common; staged steps, which may be taken back
     serve_step         the engine's: any mix of prompts, tokens and drafts, with their draws
     decode_steps       several decode steps of the engine in one call
-    draft_ahead        drafts of the next tokens
+    draft_ahead        drafts of an MTP block
+    propose            DSpark drafts, after what the step keeps of its tokens for them
     draws              logits to tokens
 
 `sampling` has the settings of a request, and those of a call's rows as arrays; `grammar` is what an
