@@ -2,11 +2,12 @@
 
 Prints, as JSON, the seconds it took, its launches, bytes of its arguments, bytes that it updates in
 place and takes beside them, and every copy of a MiB or more. Nothing is allocated: arguments are
-shapes. With `--drafts` it is the engine's step, draft block included, with `--steps-per-call` its
-call of several decode steps, else a decode step. Flash with all its experts, as the release stores
-them:
+shapes. With `--drafts` it is the engine's step, draft block included, or with `--dspark` DSpark
+stages, with `--steps-per-call` its call of several decode steps, else a decode step. Flash with all
+its experts, as the release stores them:
 
     python -m tools.step_at_size 43 1 --config flash --weights released --drafts 1
+    python -m tools.step_at_size 43 1 --config flash --weights released --drafts 5 --dspark
 """
 
 import argparse
@@ -23,6 +24,7 @@ import numpy as np
 
 import dsv4_jax as ds
 from dsv4_jax.bench.program import count_launches
+from dsv4_jax.bench.round_case import usual_stages
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.cache.snapshots import SnapshotPlan, init_snapshot_store
 from dsv4_jax.cli.arguments import WEIGHTS, add_activations
@@ -142,14 +144,17 @@ def _weight_sized(hlo, params):
 
 
 def chosen_config(arguments):
-    """The first layers of a preset, with a draft block if it is asked to draft."""
+    """The first layers of a preset, with a draft block or stages if it is asked to draft."""
     config = getattr(ds.DSV4Config, arguments.config)()
-    return dataclasses.replace(
+    experts = arguments.experts or config.num_routed_experts
+    config = dataclasses.replace(
         config,
         layer_types=config.layer_types[: arguments.layers],
         router_types=config.router_types[: arguments.layers],
-        num_mtp_layers=int(arguments.drafts > 0),
+        num_routed_experts=experts,
+        num_mtp_layers=int(arguments.drafts > 0 and not arguments.dspark),
     )
+    return dataclasses.replace(config, dspark=usual_stages(config)) if arguments.dspark else config
 
 
 def main():
@@ -160,7 +165,9 @@ def main():
     parser.add_argument("--config", default="flash_slim")
     parser.add_argument("--context", type=int, default=131_072)
     parser.add_argument("--weights", choices=tuple(WEIGHTS), default="bfloat16")
-    parser.add_argument("--drafts", type=int, default=0, help="tokens of the draft block")
+    parser.add_argument("--experts", type=int, help="if not given, as many as the preset has")
+    parser.add_argument("--drafts", type=int, default=0, help="tokens that the draft guesses")
+    parser.add_argument("--dspark", action="store_true", help="three DSpark stages are the draft")
     parser.add_argument("--steps-per-call", type=int, default=1)
     add_activations(parser, prefill=False)
     arguments = parser.parse_args()

@@ -71,7 +71,7 @@ def decode_table(rows: Sequence[dict[str, Any]]) -> str:
         "again s": lambda r: f"{r['again_trace_s'] + r['again_compile_s']:.1f}",
         "temp GiB": lambda r: f"{r['temp_bytes'] / 2**30:.2f}",
     }
-    text = _lines(columns, rows)
+    text = table_lines(columns, rows)
     for row in {r["batch"]: r for r in rows if "weight_bytes_read" in r}.values():
         text.append(f"at batch {row['batch']} a step reads {_weights_read(row)}")
     for row in rows:
@@ -126,7 +126,7 @@ def kernel_table(rows: Sequence[dict[str, Any]]) -> str:
         "launches": lambda r: f"{r['launches']:.1f}",
         "ours": lambda r: f"{r['ours']:.1f}",
     }
-    return "\n".join(_lines(columns, rows))
+    return "\n".join(table_lines(columns, rows))
 
 
 def prefill_line(row: dict[str, Any]) -> str:
@@ -145,7 +145,7 @@ def prefill_line(row: dict[str, Any]) -> str:
     )
 
 
-def _lines(
+def table_lines(
     columns: dict[str, Callable[[dict[str, Any]], str]], rows: Sequence[dict[str, Any]]
 ) -> list[str]:
     """A heading and a line per row, with a dash where a row lacks the value of a column."""

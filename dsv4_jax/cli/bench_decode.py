@@ -20,7 +20,8 @@ from dsv4_jax.bench.results import Output
 from dsv4_jax.bench.timing import copy_bandwidth
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cache.model_cache import tree_bytes
-from dsv4_jax.cli.arguments import WEIGHTS, chosen_mesh, join_mesh, points_of, real
+from dsv4_jax.cli import bench_drafts
+from dsv4_jax.cli.arguments import WEIGHTS, chosen_mesh, join_mesh, points_of, real, whole
 from dsv4_jax.cli.bench_checks import check_case_memory, check_contexts
 from dsv4_jax.cli.bench_options import (
     MAX_SECONDS,
@@ -84,6 +85,12 @@ def add_arguments(steps: argparse.ArgumentParser) -> None:
         help="seconds for the measurements of each part",
     )
     steps.add_argument("--profile", action="store_true", help="list the launches with their times")
+    steps.add_argument(
+        "--drafts",
+        type=whole(1, 16),
+        help="time rounds that check so many drafts of DSpark stages, whole, in parts and by how "
+        "many they keep, beside plain steps; --quick times the two alone",
+    )
 
 
 def join(args: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
@@ -101,6 +108,8 @@ def join(args: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
 
 def run(args: argparse.Namespace) -> int:
     """Times each point; one that fails is reported, and the others run."""
+    if args.drafts:
+        return bench_drafts.run(args)
     begun = time.perf_counter()
     config = config_of(args)
     check_contexts(config, "contexts", args.contexts)

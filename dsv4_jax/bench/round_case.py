@@ -1,0 +1,187 @@
+"""One point of the benchmark of drafts: its sizes, its caches, and what its programs are given.
+
+A round is a step that checks the drafts of each request and guesses the next ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.bench.fill import filled_cache
+from dsv4_jax.cache.empty_cache import cache_shapes
+from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, init_snapshot_store
+from dsv4_jax.cache.step_input import StepInput
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.draft import DSparkConfig
+from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
+from dsv4_jax.step.sampling import make_sampling
+from dsv4_jax.step.serve_step import FIRST_DRAFT, LAST_DRAWN, ServeInput, ServeOutput
+
+_MAX_ROUNDS = 24  # in a row; lengths start that many rounds below the context
+_STAGES = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundCase:
+    """One point of the benchmark.
+
+    Attributes:
+      batch: B, requests of a step.
+      context: tokens of each request.
+      draft_tokens: k, drafts that a round checks of each request.
+      cache_format: name of the storage format.
+      activations: what multiplies quantised weights.
+      limit_s: seconds for the measurements of one part, without compiling.
+    """
+
+    batch: int
+    context: int
+    draft_tokens: int
+    cache_format: str
+    activations: str = DEFAULT_ACTIVATIONS
+    limit_s: float = 20.0
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a request in a round: the last drawn one and its drafts."""
+        return self.draft_tokens + 1
+
+    @property
+    def rounds(self) -> int:
+        """The most rounds in a row, which may keep all of their tokens."""
+        return max(1, min(_MAX_ROUNDS, self.context // (4 * self.row_tokens)))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """i32[B], tokens of each request before the first round."""
+        room = self.rounds * self.row_tokens
+        return (self.context - room - np.arange(self.batch) % 4).clip(0).astype(np.int32)
+
+    def cache_shapes(self, config: DSV4Config) -> ModelCache:
+        """What `fill` makes, as shapes."""
+        return cache_shapes(
+            config,
+            max_requests=self.batch,
+            max_context_tokens=self.context,
+            cache_format=self.cache_format,
+        )
+
+    def fill(self, config: DSV4Config) -> ModelCache:
+        """A cache of that model, with or without its draft, full up to `lengths`."""
+        cache = filled_cache(
+            config,
+            length_tokens=self.lengths,
+            max_context_tokens=self.context,
+            cache_format=self.cache_format,
+        )
+        return jax.block_until_ready(cache)
+
+    def store(self, cache: ModelCache) -> SnapshotStore:
+        """A store that a round is given, and keeps nothing in."""
+        return init_snapshot_store(cache, 1)
+
+    def rewind(self, cache: ModelCache) -> ModelCache:
+        """Restores the lengths, so that no measurement exceeds the context."""
+        return dataclasses.replace(cache, length_tokens=jnp.asarray(self.lengths))
+
+    def step_input(self, tokens: np.ndarray) -> ServeInput:
+        """The input of a step that runs i32[B, n] and draws after each token, greedily."""
+        batch, count = tokens.shape
+        rows = jnp.arange(batch, dtype=jnp.int32)
+        return ServeInput(
+            step=StepInput(
+                token_ids=jnp.asarray(tokens.reshape(-1), jnp.int32),
+                request_ids=jnp.repeat(rows, count),
+                request_slots=rows,
+            ),
+            num_checked=jnp.full(batch, count, jnp.int32),
+            next_token_ids=jnp.full(batch, -1, jnp.int32),
+            sampling=make_sampling(batch, temperature=0.0),
+            snapshots=SnapshotPlan(
+                rows=rows, ends=jnp.zeros_like(rows), places=jnp.full(batch, -1, jnp.int32)
+            ),
+        )
+
+    def plain_input(self) -> ServeInput:
+        """Of a plain decode step: the token that the step before drew."""
+        return self.step_input(np.full((self.batch, 1), LAST_DRAWN))
+
+    def round_input(self) -> ServeInput:
+        """Of a round: what the round before drew and guessed."""
+        drafts = FIRST_DRAFT - np.arange(self.draft_tokens)
+        row = np.concatenate([[LAST_DRAWN], drafts])
+        return self.step_input(np.tile(row, (self.batch, 1)))
+
+    def first_tokens(self, config: DSV4Config) -> np.ndarray:
+        """i32[B], random."""
+        rng = np.random.default_rng(self.batch)
+        return rng.integers(0, config.vocab_size, self.batch).astype(np.int32)
+
+    def output(self, config: DSV4Config, draft_tokens: int) -> ServeOutput:
+        """What the first step is given as that of the step before: random tokens were drawn."""
+        empty = ServeOutput.empty(self.batch, draft_tokens, config.vocab_size)
+        columns = empty.columns.at[:, 0].set(self.first_tokens(config))
+        columns = columns.at[:, 1 : draft_tokens + 1].set(-1)
+        rng = np.random.default_rng(self.batch + 1)
+        drafts = rng.integers(0, config.vocab_size, (self.batch, draft_tokens))
+        columns = columns.at[:, draft_tokens + 2 :].set(drafts.astype(np.int32))
+        return dataclasses.replace(empty, columns=columns)
+
+
+def usual_stages(config: DSV4Config) -> DSparkConfig:
+    """Stages like those of the releases, for a trunk that has none: its last layers are seen."""
+    return DSparkConfig(
+        block_size=5,
+        markov_rank=min(256, config.hidden_size),
+        noise_token_id=config.vocab_size - 1,
+        target_layers=tuple(range(max(0, config.num_layers - _STAGES), config.num_layers)),
+        num_stages=_STAGES,
+    )
+
+
+def taught_inputs(
+    case: RoundCase, tokens: np.ndarray, kept: int, vocab_size: int
+) -> list[ServeInput]:
+    """Inputs of rounds that keep so many drafts each, one after the other.
+
+    Args:
+      case: the point.
+      tokens: i32[B, n], what each request says from its first token of the first round on.
+      kept: drafts that are right; those after them are not.
+      vocab_size: V.
+    """
+    inputs = []
+    for round_idx in range(case.rounds):
+        start = round_idx * (kept + 1)
+        row = tokens[:, start : start + case.row_tokens].copy()
+        row[:, kept + 1 :] = (row[:, kept + 1 :] + 1) % vocab_size
+        inputs.append(case.step_input(row))
+    return inputs
+
+
+def tokens_needed(case: RoundCase) -> int:
+    """Tokens of each request that `taught_inputs` takes."""
+    return case.rounds * case.row_tokens
+
+
+def shapes_of[T](tree: T) -> T:
+    """The shapes and dtypes of a tree of arrays."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+@functools.partial(jax.jit)
+def copied[T](tree: T) -> T:
+    """The same in arrays of its own."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+def mean_kept(kept: Sequence[np.ndarray]) -> float:
+    """Tokens that a round keeps of a request, over rounds and requests."""
+    return float(np.mean(np.stack(kept)))

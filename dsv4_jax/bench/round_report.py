@@ -1,0 +1,81 @@
+"""What `bench decode --drafts` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsv4_jax.bench.report import table_lines
+from dsv4_jax.bench.round_programs import PARTS
+
+
+def floor_lines(row: dict[str, Any]) -> list[str]:
+    """What a plain step and a round must read."""
+    sizes = {name: f"{count / 1e9:.3f}" for name, count in row["bytes"].items()}
+    experts = ", ".join(f"{n} rows {e:.1f}" for n, e in row["expected_experts"].items())
+    return [
+        f"{_where(row)}: a plain step reads {sizes['plain']} GB; a round {sizes['round']}: rows "
+        f"{sizes['verify']}, context {sizes['context']}, pass {sizes['block_pass']}, chain "
+        f"{sizes['chain']}",
+        f"{_where(row)}: experts of a layer that independent picks read: {experts}",
+    ]
+
+
+def part_line(row: dict[str, Any], part: str) -> str:
+    """One part of a case as a line of text, as far as it is known."""
+    found, words = row["parts"][part], [f"{_where(row)}, {PARTS[part]}:"]
+    if "failed" in found:
+        return f"{words[0]} failed, {found['failed']}"
+    if "ms" in found:
+        words.append(f"{found['ms']:.3f} ms{_spread(found)},")
+    if "floor_ms" in found:
+        words.append(f"floor {found['floor_ms']:.3f} ms, {found['floor_share']:.0%} of it,")
+    if "tokens_a_round" in found:
+        words.append(f"{found['tokens_a_round']:.2f} tokens a round,")
+    if "launches" in found:
+        launches = found["launches"]
+        words.append(
+            f"{launches['total']:,} launches, {launches['ours']:,} ours, "
+            f"{found['temp_bytes'] / 2**20:,.1f} MiB beside, "
+            f"{found['alias_bytes'] / 2**20:,.1f} in place, "
+            f"compiled in {found['trace_s'] + found['compile_s']:.1f} s,"
+        )
+    plain = row["parts"].get("plain", {}).get("ms")
+    if plain and part != "plain" and "ms" in found:
+        words.append(f"{found['ms'] / plain:.3f} of a plain step,")
+    return " ".join(words).rstrip(",")
+
+
+def kept_line(row: dict[str, Any], kept: int) -> str:
+    """Rounds that were taught to keep so many drafts."""
+    found = row["kept"][kept]
+    return (
+        f"{_where(row)}, taught to keep {kept}: {found['ms']:.3f} ms{_spread(found)}, "
+        f"{found['tokens_a_round']:.2f} tokens a round, {found['as_taught']:.1%} as taught"
+    )
+
+
+def token_table(rows: list[dict[str, Any]]) -> str:
+    """Tokens a second by tokens a round, of all cases."""
+    flat = [row | each for row in rows for each in row.get("tokens_per_s", [])]
+    if not flat:
+        return ""
+    columns = {
+        "requests": lambda r: f"{r['batch']}",
+        "tokens a round": lambda r: f"{r['tokens_a_round']:.1f}",
+        "ms a round": lambda r: f"{r['round_ms']:.3f}",
+        "ms a token": lambda r: f"{r['ms_a_token']:.3f}",
+        "tokens/s": lambda r: f"{r['tokens_per_s']:,.0f}",
+        "of plain steps": lambda r: f"{r['of_plain']:.2f}",
+    }
+    return "\n".join(table_lines(columns, flat))
+
+
+def _where(row: dict[str, Any]) -> str:
+    requests = "1 request" if row["batch"] == 1 else f"{row['batch']} requests"
+    return f"{requests} of {row['context']:,} tokens, {row['draft_tokens']} drafts"
+
+
+def _spread(found: dict[str, Any]) -> str:
+    if "ms_least" not in found:
+        return ""
+    return f" ({found['ms_least']:.3f} to {found['ms_most']:.3f})"

@@ -1,0 +1,295 @@
+"""Times rounds of drafts beside plain steps: whole, in parts, and with a taught acceptance.
+
+Random weights accept next to nothing. So what a request says is recorded first, and rounds are then
+given drafts of which so many are right as they are to keep.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.bench import round_parts
+from dsv4_jax.bench.loops import Loops
+from dsv4_jax.bench.memory import peak_bytes
+from dsv4_jax.bench.noise import uniform
+from dsv4_jax.bench.profile import profile_launches
+from dsv4_jax.bench.program import Program
+from dsv4_jax.bench.report import first_line
+from dsv4_jax.bench.round_case import (
+    RoundCase,
+    copied,
+    mean_kept,
+    taught_inputs,
+    tokens_needed,
+)
+from dsv4_jax.bench.round_floor import round_bytes
+from dsv4_jax.bench.round_programs import Model, context_arguments
+from dsv4_jax.bench.timing import Timing, dispatch, time_calls
+from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.step.sampling import make_sampling
+from dsv4_jax.step.serve_step import ServeInput, ServeOutput
+
+TOKENS_A_ROUND = (1.0, 2.8, 3.9, 5.0)
+"""For which tokens a second are told."""
+_BYTES_OF = {"plain": "plain", "undrafted": "plain", "overlapped": "round", "pass": "block_pass"}
+_COUNTED = ("plain", "verify", "context", "block_pass", "chain", "proposal", "round")
+_TAUGHT_REPEATS = 3
+_PROFILED = 4
+
+
+def bench_rounds(
+    model: Model, case: RoundCase, programs: dict[str, Any], *, profile: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Runs one case and yields its row again after each part, so that a crash loses little.
+
+    Each part fills its own cache, so that no part can break the next.
+
+    Args:
+      model: with its parameters.
+      case: the point.
+      programs: of `RoundPrograms`.
+      profile: whether launches of plain steps, rounds and proposals are listed.
+
+    Yields:
+      The row so far: `parts`, of each times in ms, bytes, launches, memory; `kept`, of each number
+      of drafts that rounds were taught to keep their time and what they kept; and
+      `tokens_per_s`. `failed` has the error of each part that failed.
+    """
+    floors = round_bytes(
+        model.config, model.params, batch=case.batch, draft_tokens=case.draft_tokens,
+        context=case.context, cache_format=case.cache_format,
+    )  # fmt: skip
+    row: dict[str, Any] = dataclasses.asdict(case) | {
+        "rounds": case.rounds,
+        "bytes": {name: getattr(floors, name) for name in _COUNTED},
+        "expected_experts": floors.experts,
+        "parts": {},
+    }
+    del row["limit_s"]
+    timers: dict[str, Callable[[Any], Iterator[dict[str, Any]]]] = {
+        "plain": lambda p: _plain(case, model.trunk_config, model.trunk_params, p, profile),
+        "round": lambda p: _free_rounds(model, case, p, profile),
+        "proposal": lambda p: _proposal(model, case, p, profile, is_whole=True),
+        "pass": lambda p: _proposal(model, case, p, False, is_whole=False),
+        "context": lambda p: _context(model, case, p),
+        "undrafted": lambda p: _plain(case, model.config, model.params, p, False),
+        "overlapped": lambda p: _free_rounds(model, case, p, False),
+    }
+    for part, program in programs.items():
+        found: dict[str, Any] = row["parts"].setdefault(part, {})
+        try:
+            if isinstance(program, Exception):
+                raise program
+            if isinstance(program, Program):
+                found |= program.row() | {"alias_bytes": program.alias_bytes}
+            for more in timers[part](program):
+                found |= more
+                _add_floor(found, floors.floor_ms(_BYTES_OF.get(part, part)))
+                yield row
+        except Exception as error:
+            found["failed"] = first_line(error)
+            row.setdefault("failed", {})[part] = found["failed"]
+            yield row
+    if {"round", "undrafted"} <= programs.keys() - row.get("failed", {}).keys():
+        try:
+            yield from _taught(model, case, programs, row)
+        except Exception as error:
+            row.setdefault("failed", {})["taught rounds"] = first_line(error)
+            yield row
+
+
+def _plain(
+    case: RoundCase, config: DSV4Config, params: DSV4Params, program: Program, profile: bool
+) -> Iterator[dict[str, Any]]:
+    """Steps of one token each."""
+    given = case.plain_input()
+
+    def call(state: Any) -> Any:
+        return program.run(params, state[0], given, state[1])
+
+    def rewind(state: Any) -> Any:
+        return case.rewind(state[0]), state[1]
+
+    state = case.fill(config), case.output(config, 0)
+    timing, state = _time(case, call, state, rewind, case.rounds * case.row_tokens)
+    yield _timing_row(timing) | {"tokens_per_s": case.batch / timing.median_s}
+    if profile:
+        yield {"profile": _profiled(program, call, rewind(state))}
+
+
+def _free_rounds(
+    model: Model, case: RoundCase, program: Program, profile: bool
+) -> Iterator[dict[str, Any]]:
+    """Rounds that check what the round before has guessed."""
+    config, given = model.config, case.round_input()
+
+    def call(state: Any) -> Any:
+        return program.run(model.params, *state[:2], given, state[2])
+
+    def rewind(state: Any) -> Any:
+        return case.rewind(state[0]), *state[1:]
+
+    cache = case.fill(config)
+    state = cache, case.store(cache), case.output(config, case.draft_tokens)
+    timing, state = _time(case, call, state, rewind, case.rounds)
+    kept, state = [], rewind(state)
+    for _ in range(case.rounds):
+        state = call(state)
+        kept.append(np.asarray(state[2].num_kept))
+    yield _timing_row(timing) | {"peak_bytes": peak_bytes(), "tokens_a_round": mean_kept(kept)}
+    if profile:
+        yield {"profile": _profiled(program, call, rewind(state))}
+
+
+def _proposal(
+    model: Model, case: RoundCase, program: Program, profile: bool, *, is_whole: bool
+) -> Iterator[dict[str, Any]]:
+    """Proposals, or passes alone, on the same rings."""
+    cache = round_parts.window_cache(case.fill(model.config))
+    params = round_parts.proposal_params(model.params)
+    given = (make_sampling(case.batch, temperature=0.0),) if is_whole else ()
+    anchors = jnp.asarray(case.first_tokens(model.config))
+
+    def call(_: Any) -> Any:
+        return program.run(params, cache, anchors, *given)
+
+    timing, _ = _time(case, call, None, lambda state: state, 2 * case.rounds)
+    yield _timing_row(timing)
+    if profile:
+        yield {"profile": _profiled(program, call, None)}
+
+
+def _context(model: Model, case: RoundCase, loops: Loops) -> Iterator[dict[str, Any]]:
+    """Context rows of a round's tokens, with weights that are not in L2."""
+    cache = case.fill(model.config)
+    params, own, staged, _, means = context_arguments(model, case, cache)
+    staged = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), staged)
+    noise = uniform(means.shape, jnp.uint32(0)).astype(means.dtype)
+    rest = own, staged, case.round_input().step, noise
+    microseconds = loops.median_us([(params, *rest), (copied(params), *rest)])
+    yield {"ms": microseconds / 1e3}
+
+
+def _taught(
+    model: Model, case: RoundCase, programs: dict[str, Any], row: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Rounds that keep 0 to k drafts each."""
+    config, program = model.config, programs["round"]
+    cache = case.fill(config)
+    saved, store = copied(cache.state), case.store(cache)
+
+    def restored(cache: ModelCache) -> ModelCache:
+        return dataclasses.replace(case.rewind(cache), state=copied(saved))
+
+    cache, tokens = _recorded(model, case, programs["undrafted"], cache)
+    state: Any = restored(cache), store, case.output(config, case.draft_tokens)
+    del cache
+    row["kept"] = {}
+    for kept in range(case.draft_tokens + 1):
+        inputs = taught_inputs(case, tokens, kept, config.vocab_size)
+        rounds = _Rounds(model.params, program, inputs)
+
+        def rewind(state: Any, rounds: _Rounds = rounds) -> Any:
+            rounds.next = 0
+            return restored(state[0]), *state[1:]
+
+        timing, state = _time(case, rounds, state, rewind, case.rounds, repeats=_TAUGHT_REPEATS)
+        found, state = [], rewind(state)
+        for _ in range(case.rounds):
+            state = rounds(state)
+            found.append(np.asarray(state[2].num_kept))
+        row["kept"][kept] = {
+            **_timing_row(timing),
+            "tokens_a_round": mean_kept(found),
+            "as_taught": float(np.mean(np.stack(found) == kept + 1)),
+        }
+        yield row
+    row["tokens_per_s"] = tokens_per_s(row)
+    yield row
+
+
+class _Rounds:
+    """`state = rounds(state)`, each with the next of some inputs."""
+
+    def __init__(self, params: DSV4Params, program: Program, inputs: list[ServeInput]) -> None:
+        self._params, self._program, self._inputs, self.next = params, program, inputs, 0
+
+    def __call__(self, state: Any) -> Any:
+        given, self.next = self._inputs[self.next], self.next + 1
+        return self._program.run(self._params, *state[:2], given, state[2])
+
+
+def _recorded(
+    model: Model, case: RoundCase, program: Program, cache: ModelCache
+) -> tuple[ModelCache, np.ndarray]:
+    """The cache after plain steps, and what each request says in them; i32[B, n]."""
+    output: ServeOutput = case.output(model.config, 0)
+    given, said = case.plain_input(), [jnp.copy(output.columns[:, 0])]
+    for _ in range(tokens_needed(case) - 1):
+        cache, output = program.run(model.params, cache, given, output)
+        said.append(jnp.copy(output.columns[:, 0]))
+    return cache, np.stack([np.asarray(tokens) for tokens in said], axis=1)
+
+
+def tokens_per_s(row: dict[str, Any]) -> list[dict[str, float]]:
+    """Tokens a second at each of `TOKENS_A_ROUND`, beside plain steps of the same run.
+
+    A round that keeps a fraction of a token more takes as much of the time between two whole ones.
+    """
+    kept = sorted((count, each["ms"]) for count, each in row["kept"].items())
+    counts, times = zip(*kept, strict=True)
+    plain = row["parts"].get("plain", {}).get("ms")
+    table = []
+    for tokens in TOKENS_A_ROUND:
+        if tokens - 1 > counts[-1]:
+            continue
+        ms = float(np.interp(tokens - 1, counts, times))
+        each = {"tokens_a_round": tokens, "round_ms": ms, "ms_a_token": ms / tokens}
+        each["tokens_per_s"] = row["batch"] * tokens / ms * 1e3
+        if plain is not None:
+            each["of_plain"] = plain * tokens / ms
+        table.append(each)
+    return table
+
+
+def _time(
+    case: RoundCase,
+    call: Callable[[Any], Any],
+    state: Any,
+    rewind: Callable[[Any], Any],
+    max_calls: int,
+    *,
+    repeats: int = 7,
+) -> tuple[Timing, Any]:
+    return time_calls(
+        call, state, rewind=rewind, max_calls=max_calls, repeats=repeats, limit_s=case.limit_s
+    )
+
+
+def _profiled(program: Program, call: Callable[[Any], Any], state: Any) -> list[dict[str, Any]]:
+    """Launches of a call; `state` must have room for some."""
+    return profile_launches(
+        program.run, lambda: dispatch(call, state, _PROFILED), calls=_PROFILED, devices=1
+    )
+
+
+def _timing_row(timing: Timing) -> dict[str, Any]:
+    return {
+        "ms": timing.median_s * 1e3,
+        "ms_least": timing.least_s * 1e3,
+        "ms_most": timing.most_s * 1e3,
+        "calls": timing.calls,
+    }
+
+
+def _add_floor(found: dict[str, Any], floor_ms: float | None) -> None:
+    if "ms" in found and floor_ms is not None:
+        found |= {"floor_ms": floor_ms, "floor_share": floor_ms / found["ms"]}
