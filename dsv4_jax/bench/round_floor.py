@@ -13,7 +13,7 @@ import re
 from dsv4_jax.bench import roofline
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.model.weight_sizes import walk_weights
+from dsv4_jax.model.weight_sizes import walk_weights, weight_family
 from pallas_kernels.common.weights import weight_bytes
 
 
@@ -28,6 +28,7 @@ class RoundBytes:
       block_pass: of the pass over a block, with the head.
       chain: of what ties the guesses of a block together.
       experts: {rows: experts of a layer that are read} of a plain step, a round and a pass.
+      expert: of one expert of every layer of the trunk.
     """
 
     plain: float
@@ -36,6 +37,7 @@ class RoundBytes:
     block_pass: float
     chain: float
     experts: dict[int, float]
+    expert: float
 
     @property
     def proposal(self) -> float:
@@ -47,9 +49,14 @@ class RoundBytes:
         """All of a round."""
         return self.verify + self.context + self.proposal
 
-    def floor_ms(self, part: str) -> float:
-        """Milliseconds of a part at the bandwidth of a copy on an H200."""
-        return getattr(self, part) / roofline.BANDWIDTH * 1e3
+    def floor_ms(self, part: str, more_experts: float = 0.0) -> float:
+        """Milliseconds of a part at the bandwidth of a copy on an H200.
+
+        Args:
+          part: name of an attribute.
+          more_experts: of each layer of the trunk, beyond those that independent picks read.
+        """
+        return (getattr(self, part) + more_experts * self.expert) / roofline.BANDWIDTH * 1e3
 
 
 def round_bytes(
@@ -91,6 +98,12 @@ def round_bytes(
         block_pass=in_pass,
         chain=in_chain,
         experts=experts,
+        expert=sum(
+            weight_bytes(weight)
+            for path, weight in walk_weights(dataclasses.replace(params, mtp=None))
+            if weight_family(path) == "routed experts"
+        )
+        / config.num_routed_experts,
     )
 
 

@@ -8,17 +8,22 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dsv4_jax.attention.block_attention import Blocks
+from dsv4_jax.bench.tagged import PICKED, tagged
 from dsv4_jax.cache.model_cache import ModelCache
-from dsv4_jax.cache.new_tokens import NewTokens
+from dsv4_jax.cache.new_tokens import NewTokens, empty_staged
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.dspark import Guesses, run_blocks
 from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.model.trunk import run_layers
 from dsv4_jax.step.propose import propose, stage_context
 from dsv4_jax.step.sampling import Sampling
+from dsv4_jax.step.serve_step import ServeInput, ServeOutput, fill_in
+from dsv4_jax.step.step import pad_tokens
 from pallas_kernels.common.weights import is_quantized, with_activations
 
 _SWA = AttentionType.SWA.value
@@ -78,7 +83,7 @@ def proposal_part(
 ) -> jax.Array:
     """`propose` alone, after i32[B]; returns i32[B, N], all that a step takes of it."""
     params = with_activations(params, activations)
-    slots = jax.numpy.arange(anchor_ids.shape[0], dtype=jax.numpy.int32)
+    slots = jnp.arange(anchor_ids.shape[0], dtype=jnp.int32)
     lengths = cache.length_tokens
     block = propose(params, cache, slots, lengths, anchor_ids, sampling, None, config=config)
     return block.token_ids
@@ -95,9 +100,27 @@ def pass_part(
     """The pass of a proposal, without its chain."""
     params = with_activations(params, activations)
     assert config.dspark is not None
-    slots = jax.numpy.arange(anchor_ids.shape[0], dtype=jax.numpy.int32)
+    slots = jnp.arange(anchor_ids.shape[0], dtype=jnp.int32)
     blocks = Blocks(slots=slots, lengths=cache.length_tokens, size=config.dspark.block_size)
     return run_blocks(params, anchor_ids, blocks, cache.state[_SWA], config)
+
+
+def picks_call(config: DSV4Config, activations: str) -> Any:
+    """Jitted: parameters, cache, input and last output of a step -> i32[T, k] of each layer.
+
+    They are the experts that the step's tokens pick.
+    """
+
+    def streams(
+        params: DSV4Params, cache: ModelCache, serve_input: ServeInput, last: ServeOutput
+    ) -> jax.Array:
+        step_input = pad_tokens(fill_in(serve_input.step, last))
+        call = cache.index(step_input)
+        staged = empty_staged(cache.state, call.positions.shape[0])
+        params = with_activations(params, activations)
+        return run_layers(params, cache, step_input.token_ids, call, staged, config).streams
+
+    return jax.jit(tagged(streams, PICKED))
 
 
 _STATIC = ("config", "activations")

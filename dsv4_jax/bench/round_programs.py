@@ -35,6 +35,9 @@ PARTS = {
 }
 """What is timed, and what it is called, the most important first."""
 
+PICKS = "picks"
+"""What tells which experts the rows of a round pick; it is not timed."""
+
 _CONTEXT_LOOP = 20
 
 
@@ -72,7 +75,7 @@ class RoundPrograms:
         Args:
           model: with shapes in the place of parameters.
           case: the point.
-          parts: of `PARTS`.
+          parts: of `PARTS`, and `PICKS`.
           threads: how many compile.
         """
         self._pool = concurrent.futures.ThreadPoolExecutor(threads)
@@ -128,6 +131,11 @@ def _makers(
             pool=pool,
         )
 
+    def picks() -> Program:
+        given = shapes_of((case.round_input(), case.output(config, case.draft_tokens)))
+        run = round_parts.picks_call(config, case.activations)
+        return compile_program(run, params, cache, *given)
+
     return {
         "plain": lambda: plain(
             model.trunk_config, model.trunk_params, case.cache_shapes(model.trunk_config)
@@ -138,6 +146,7 @@ def _makers(
         "context": context,
         "undrafted": lambda: plain(config, params, cache),
         "overlapped": lambda: whole_round(decode_options()),
+        PICKS: picks,
     }
 
 

@@ -28,7 +28,7 @@ def part_line(row: dict[str, Any], part: str) -> str:
     if "ms" in found:
         words.append(f"{found['ms']:.3f} ms{_spread(found)},")
     if "floor_ms" in found:
-        words.append(f"floor {found['floor_ms']:.3f} ms, {found['floor_share']:.0%} of it,")
+        words.append(_floor(found))
     if "tokens_a_round" in found:
         words.append(f"{found['tokens_a_round']:.2f} tokens a round,")
     if "launches" in found:
@@ -50,8 +50,19 @@ def kept_line(row: dict[str, Any], kept: int) -> str:
     found = row["kept"][kept]
     return (
         f"{_where(row)}, taught to keep {kept}: {found['ms']:.3f} ms{_spread(found)}, "
-        f"{found['tokens_a_round']:.2f} tokens a round, {found['as_taught']:.1%} as taught"
+        f"{_floor(found)} {found['tokens_a_round']:.2f} tokens a round, "
+        f"{found['as_taught']:.1%} as taught"
     )
+
+
+def _floor(found: dict[str, Any]) -> str:
+    text = f"floor {found['floor_ms']:.3f} ms, {found['floor_share']:.0%} of its bandwidth,"
+    if "experts_read" in found:
+        text += (
+            f" {found['experts_read']:.1f} experts of a layer read: floor "
+            f"{found['read_floor_ms']:.3f} ms, {found['read_floor_share']:.0%},"
+        )
+    return text
 
 
 def token_table(rows: list[dict[str, Any]]) -> str:

@@ -28,8 +28,9 @@ from dsv4_jax.bench.round_case import (
     taught_inputs,
     tokens_needed,
 )
-from dsv4_jax.bench.round_floor import round_bytes
-from dsv4_jax.bench.round_programs import Model, context_arguments
+from dsv4_jax.bench.round_floor import RoundBytes, round_bytes
+from dsv4_jax.bench.round_programs import PICKS, Model, context_arguments
+from dsv4_jax.bench.routing import count_distinct
 from dsv4_jax.bench.timing import Timing, dispatch, time_calls
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
@@ -74,16 +75,19 @@ def bench_rounds(
         "parts": {},
     }
     del row["limit_s"]
+    reads = _reader(model, case, programs, row)
     timers: dict[str, Callable[[Any], Iterator[dict[str, Any]]]] = {
         "plain": lambda p: _plain(case, model.trunk_config, model.trunk_params, p, profile),
-        "round": lambda p: _free_rounds(model, case, p, profile),
+        "round": lambda p: _free_rounds(model, case, p, reads, profile),
         "proposal": lambda p: _proposal(model, case, p, profile, is_whole=True),
         "pass": lambda p: _proposal(model, case, p, False, is_whole=False),
         "context": lambda p: _context(model, case, p),
         "undrafted": lambda p: _plain(case, model.config, model.params, p, False),
-        "overlapped": lambda p: _free_rounds(model, case, p, False),
+        "overlapped": lambda p: _free_rounds(model, case, p, reads, False),
     }
     for part, program in programs.items():
+        if part == PICKS:
+            continue
         found: dict[str, Any] = row["parts"].setdefault(part, {})
         try:
             if isinstance(program, Exception):
@@ -92,7 +96,7 @@ def bench_rounds(
                 found |= program.row() | {"alias_bytes": program.alias_bytes}
             for more in timers[part](program):
                 found |= more
-                _add_floor(found, floors.floor_ms(_BYTES_OF.get(part, part)))
+                _add_floor(found, floors, _BYTES_OF.get(part, part), case)
                 yield row
         except Exception as error:
             found["failed"] = first_line(error)
@@ -100,7 +104,11 @@ def bench_rounds(
             yield row
     if {"round", "undrafted"} <= programs.keys() - row.get("failed", {}).keys():
         try:
-            yield from _taught(model, case, programs, row)
+            for kept in _taught(model, case, programs, row, reads):
+                _add_floor(row["kept"][kept], floors, "round", case)
+                yield row
+            row["tokens_per_s"] = tokens_per_s(row)
+            yield row
         except Exception as error:
             row.setdefault("failed", {})["taught rounds"] = first_line(error)
             yield row
@@ -126,7 +134,7 @@ def _plain(
 
 
 def _free_rounds(
-    model: Model, case: RoundCase, program: Program, profile: bool
+    model: Model, case: RoundCase, program: Program, reads: Reader, profile: bool
 ) -> Iterator[dict[str, Any]]:
     """Rounds that check what the round before has guessed."""
     config, given = model.config, case.round_input()
@@ -144,7 +152,8 @@ def _free_rounds(
     for _ in range(case.rounds):
         state = call(state)
         kept.append(np.asarray(state[2].num_kept))
-    yield _timing_row(timing) | {"peak_bytes": peak_bytes(), "tokens_a_round": mean_kept(kept)}
+    found = {"peak_bytes": peak_bytes(), "tokens_a_round": mean_kept(kept)}
+    yield _timing_row(timing) | found | reads(rewind(state)[0], given, state[2])
     if profile:
         yield {"profile": _profiled(program, call, rewind(state))}
 
@@ -179,9 +188,13 @@ def _context(model: Model, case: RoundCase, loops: Loops) -> Iterator[dict[str, 
 
 
 def _taught(
-    model: Model, case: RoundCase, programs: dict[str, Any], row: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """Rounds that keep 0 to k drafts each."""
+    model: Model,
+    case: RoundCase,
+    programs: dict[str, Any],
+    row: dict[str, Any],
+    reads: Reader,
+) -> Iterator[int]:
+    """Rounds that keep 0 to k drafts each, and how many those are that have been timed."""
     config, program = model.config, programs["round"]
     cache = case.fill(config)
     saved, store = copied(cache.state), case.store(cache)
@@ -203,6 +216,7 @@ def _taught(
 
         timing, state = _time(case, rounds, state, rewind, case.rounds, repeats=_TAUGHT_REPEATS)
         found, state = [], rewind(state)
+        experts = reads(state[0], inputs[0], state[2])
         for _ in range(case.rounds):
             state = rounds(state)
             found.append(np.asarray(state[2].num_kept))
@@ -210,10 +224,29 @@ def _taught(
             **_timing_row(timing),
             "tokens_a_round": mean_kept(found),
             "as_taught": float(np.mean(np.stack(found) == kept + 1)),
+            **experts,
         }
-        yield row
-    row["tokens_per_s"] = tokens_per_s(row)
-    yield row
+        yield kept
+
+
+Reader = Callable[[ModelCache, ServeInput, ServeOutput], dict[str, float]]
+"""What is known of the experts that a round on that cache reads."""
+
+
+def _reader(model: Model, case: RoundCase, programs: dict[str, Any], row: dict[str, Any]) -> Reader:
+    """Runs `PICKS`, if it is among the programs."""
+    program, tokens = programs.get(PICKS), case.batch * case.row_tokens
+    if isinstance(program, Exception):
+        row.setdefault("failed", {})[PICKS] = first_line(program)
+
+    def reads(cache: ModelCache, given: ServeInput, last: ServeOutput) -> dict[str, float]:
+        if not isinstance(program, Program):
+            return {}
+        layers = program.run(model.params, cache, given, last)
+        counts = [count_distinct(np.asarray(picked)[:tokens]) for picked in layers]
+        return {"experts_read": float(np.mean(counts))}
+
+    return reads
 
 
 class _Rounds:
@@ -290,6 +323,13 @@ def _timing_row(timing: Timing) -> dict[str, Any]:
     }
 
 
-def _add_floor(found: dict[str, Any], floor_ms: float | None) -> None:
-    if "ms" in found and floor_ms is not None:
-        found |= {"floor_ms": floor_ms, "floor_share": floor_ms / found["ms"]}
+def _add_floor(found: dict[str, Any], floors: RoundBytes, name: str, case: RoundCase) -> None:
+    """Adds the least time of independent picks, and of the experts that were read if known."""
+    if "ms" not in found:
+        return
+    floor_ms = floors.floor_ms(name)
+    found |= {"floor_ms": floor_ms, "floor_share": floor_ms / found["ms"]}
+    if "experts_read" in found:
+        more = found["experts_read"] - floors.experts[case.batch * case.row_tokens]
+        found["read_floor_ms"] = floors.floor_ms(name, more)
+        found["read_floor_share"] = found["read_floor_ms"] / found["ms"]

@@ -1,6 +1,6 @@
 """Times decode steps, their cache-dependent part, single ops and prefill at a model's real shapes.
 
-`bench decode` and `bench serve` have modules of their own.
+`bench decode`, `bench experts` and `bench serve` have modules of their own.
 
 Weights are random and made on the device. Caches are filled with random contents up to the given
 context. Every figure is written to the JSON file as soon as it is measured.
@@ -20,7 +20,7 @@ from dsv4_jax.bench.results import Output
 from dsv4_jax.bench.timing import copy_bandwidth
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cache.model_cache import tree_bytes
-from dsv4_jax.cli import bench_decode, bench_serve
+from dsv4_jax.cli import bench_decode, bench_experts, bench_serve
 from dsv4_jax.cli.arguments import WEIGHTS, chosen_mesh, whole, wholes
 from dsv4_jax.cli.bench_checks import (
     check_case_memory,
@@ -63,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     fill.add_argument("--chunk", type=whole(1, 2**20), default=8192, help="tokens per call")
     fill.add_argument("--profile", action="store_true", help="list the launches with their times")
+    bench_experts.add_arguments(
+        what.add_parser("experts", help="how many different experts neighbouring rows pick")
+    )
     bench_serve.add_arguments(
         what.add_parser("serve", help="a server under load: first tokens, tokens/s, errors")
     )
@@ -72,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs the benchmark; a case that fails is reported, and the others run."""
     if args.what == "serve":  # which uses no device
         return bench_serve.run(args)
+    if args.what == "experts":
+        return bench_experts.run(args)
     claim_memory(at_once=not (args.what == "decode" and args.compile_only))
     commands = {"decode": bench_decode.run, "kernels": _run_kernels, "prefill": _run_prefill}
     with bench_decode.join(args) if args.what == "decode" else contextlib.nullcontext():

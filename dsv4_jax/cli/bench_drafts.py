@@ -15,7 +15,7 @@ from dsv4_jax.bench import report, round_report
 from dsv4_jax.bench.decode_case import PARTS as DECODE_PARTS
 from dsv4_jax.bench.results import Output
 from dsv4_jax.bench.round_case import RoundCase, usual_stages
-from dsv4_jax.bench.round_programs import PARTS, Model, RoundPrograms
+from dsv4_jax.bench.round_programs import PARTS, PICKS, Model, RoundPrograms
 from dsv4_jax.bench.rounds import bench_rounds
 from dsv4_jax.bench.timing import copy_bandwidth
 from dsv4_jax.bench.weights import random_params
@@ -26,6 +26,8 @@ from dsv4_jax.cli.bench_options import config_of, status_of
 from dsv4_jax.cli.presets import read_config
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import param_shapes, unstack_layers
+
+_FEW = 8  # requests
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,9 +53,6 @@ def run(args: argparse.Namespace) -> int:
         for context in args.contexts
         for batch in args.batch
     ]
-    parts = ("plain", "round") if args.quick else tuple(PARTS)
-    if jax.default_backend() != "gpu":  # whose programs are no graphs
-        parts = tuple(part for part in parts if part != "overlapped")
     model: Model | None = None
     rows: list[dict[str, Any]] = []
     print(f"{output.fields['device']}, jax {jax.__version__}, {_described(args, config)}")
@@ -65,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
             print(report.decode_line(rows[-1]), flush=True)
             continue
         start = time.perf_counter()
+        parts = _parts(args, case)
         compiling = RoundPrograms(shapes, case, parts, threads=os.cpu_count() or 1)
         if model is None:
             made = random_params(config, weights=WEIGHTS[args.weights])
@@ -91,6 +91,18 @@ def run(args: argparse.Namespace) -> int:
     return status_of(rows)
 
 
+def _parts(args: argparse.Namespace, case: RoundCase) -> tuple[str, ...]:
+    """What is compiled of a case: of many requests less, whose rows pick nearly all experts."""
+    if args.quick:
+        return ("plain", "round")
+    left_out = set()
+    if case.batch > _FEW:
+        left_out = {"overlapped", PICKS}
+    if jax.default_backend() != "gpu":  # whose programs are no graphs
+        left_out.add("overlapped")
+    return tuple(part for part in (*PARTS, PICKS) if part not in left_out)
+
+
 def _lines(row: dict[str, Any]) -> list[str]:
     """All that is known of a case."""
     lines = round_report.floor_lines(row)
@@ -99,8 +111,8 @@ def _lines(row: dict[str, Any]) -> list[str]:
         if text := report.profile_table(found):
             lines.append(text)
     lines += [round_report.kept_line(row, kept) for kept in row.get("kept", {})]
-    if "taught rounds" in row.get("failed", {}):
-        lines.append(f"taught rounds failed, {row['failed']['taught rounds']}")
+    for part in row.get("failed", {}).keys() - row["parts"].keys():
+        lines.append(f"{part} failed, {row['failed'][part]}")
     if "tokens_per_s" in row:
         lines.append(round_report.token_table([row]))
     return lines
