@@ -24,7 +24,6 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import serialization
 
 from dsv4_jax.checkpoint.save import save_checkpoint
@@ -35,6 +34,7 @@ from dsv4_jax.regular_files import has_regular_file, open_regular
 from dsv4_jax.runtime import set_xla_flags
 from dsv4_jax.training.corpus import BOS, EOS, VOCAB_SIZE, Corpus, byte_tokenizer, read_corpus
 from dsv4_jax.training.losses import held_out_loss, training_loss
+from dsv4_jax.training.optimizer import XLA_TRAINING_FLAGS, make_optimizer, move
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 
@@ -167,23 +167,6 @@ SIZES = {"shipped": (shipped_config, Plan()), "large": (large_config, LARGE)}
 """By name: the model and how it is trained. The large one reads modules with their code."""
 
 
-XLA_TRAINING_FLAGS = {"xla_gpu_enable_triton_gemm": "false", "xla_gpu_autotune_level": "0"}
-"""Products go to cuBLAS, without trials of other ways to compute them.
-
-A step of the large model takes three times as long with XLA's own kernels and without trials.
-Trials more than double the time to compile.
-"""
-
-
-def make_optimizer(params: DSV4Params) -> optax.GradientTransformation:
-    """Adam at rate 1, for the caller to scale by the rate of the moment; tables stay."""
-    labels = jax.tree.map(lambda leaf: "keep" if leaf.dtype == jnp.int32 else "train", params)
-    adam = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.scale_by_adam(b1=0.9, b2=0.95), optax.scale(-1.0)
-    )
-    return optax.multi_transform({"train": adam, "keep": optax.set_to_zero()}, cast(Any, labels))
-
-
 @functools.partial(jax.jit, static_argnames="config", donate_argnums=(0, 1))
 def training_step(
     params: DSV4Params,
@@ -200,14 +183,10 @@ def training_step(
     def loss(params: DSV4Params) -> tuple[jax.Array, dict[str, jax.Array]]:
         return training_loss(params, *text, config=config, dense=dense)
 
-    def moved(path: tuple, param: jax.Array, update: jax.Array) -> jax.Array:
-        shrink = decay * param if _is_matrix(path) else jnp.zeros_like(param)
-        return param + (rate * (update - shrink)).astype(param.dtype)
-
     grads, losses = jax.grad(loss, has_aux=True, allow_int=True)(params)
     grads = jax.tree.map(lambda g, p: g if g.dtype == p.dtype else jnp.zeros_like(p), grads, params)
     updates, state = make_optimizer(params).update(grads, state, cast(Any, params))
-    return jax.tree_util.tree_map_with_path(moved, params, updates), state, losses
+    return move(params, updates, rate, decay), state, losses
 
 
 @flax.struct.dataclass
@@ -338,12 +317,6 @@ def _validation_rows(corpus: Corpus, plan: Plan) -> list[np.ndarray]:
     sizes = {"batch": 1 if long else 64, "length": plan.long_length or plan.length}
     source = batches(corpus.validation, **sizes, noise=0, seed=1)
     return [next(source)[1] for _ in range(8 if long else 1)]
-
-
-def _is_matrix(path: tuple) -> bool:
-    """Whether weight decay applies: to what multiplies activations."""
-    name = jax.tree_util.keystr(path).rsplit(".", 1)[-1]
-    return "norm" not in name and name not in ("attn_sink", "bias", "ape", "scale", "base")
 
 
 def main() -> None:
