@@ -93,20 +93,73 @@ def guess_block(
       config: the model, with `dspark`.
       fmt: rounds the block's own entries as it rounded those.
     """
+    age = anchor_positions[:, None] - jnp.arange(entries.shape[2], dtype=jnp.int32)[None]
+    is_context = (age >= 1) & (age <= config.sliding_window)  # [B, T]
+    return _guess(params, anchor_ids, anchor_positions, entries, is_context, config, fmt)
+
+
+def guess_blocks(
+    params: DSV4Params,
+    anchor_ids: jax.Array,
+    anchor_positions: jax.Array,
+    entries: jax.Array,
+    *,
+    config: DSV4Config,
+    fmt: CacheFormat,
+) -> Guesses:
+    """`guess_block` at A anchors of each sequence, which know nothing of each other.
+
+    Only the W entries before an anchor are read for it, however long the sequence is.
+
+    Args:
+      params: model parameters, with DSpark stages.
+      anchor_ids: i32[B, A].
+      anchor_positions: i32[B, A]; tokens before each are settled for it.
+      entries: f32[stages, B, T, C] of tokens 0 .. T - 1.
+      config: the model, with `dspark`.
+      fmt: rounds the blocks' own entries as it rounded those.
+
+    Returns:
+      Guesses of B * A blocks, those of a sequence after one another.
+    """
+    behind = jnp.arange(config.sliding_window, dtype=jnp.int32)[None, None]
+    places = anchor_positions[..., None] - 1 - behind  # [B, A, W]
+    rows = jnp.arange(anchor_ids.shape[0])[:, None, None]
+    context = entries[:, rows, jnp.maximum(places, 0)]  # [stages, B, A, W, C]
+    window = config.sliding_window
+    return _guess(
+        params,
+        anchor_ids.reshape(-1),
+        anchor_positions.reshape(-1),
+        context.reshape(entries.shape[0], -1, window, entries.shape[-1]),
+        (places >= 0).reshape(-1, window),
+        config,
+        fmt,
+    )
+
+
+def _guess(
+    params: DSV4Params,
+    anchor_ids: jax.Array,
+    anchor_positions: jax.Array,
+    context: jax.Array,
+    is_context: jax.Array,
+    config: DSV4Config,
+    fmt: CacheFormat,
+) -> Guesses:
+    """One pass over blocks, each of which sees some of f32[stages, B, S, C] by bool[B, S]."""
     draft, spec = dspark_stages(params), config.dspark
     assert spec is not None
     ids = jnp.full((anchor_ids.shape[0], spec.block_size), spec.noise_token_id, jnp.int32)
     ids = ids.at[:, 0].set(anchor_ids)
     positions = anchor_positions[:, None] + jnp.arange(spec.block_size, dtype=jnp.int32)[None]
-    age = anchor_positions[:, None] - jnp.arange(entries.shape[2], dtype=jnp.int32)[None]
-    is_context = (age >= 1) & (age <= config.sliding_window)  # [B, T]
     residual = Residual.start(embed(params, ids, config))
     for stage in range(draft.num_stages):
 
         def attention(
-            layer: AttentionParams, x: jax.Array, context: jax.Array = entries[stage]
+            layer: AttentionParams, x: jax.Array, seen: jax.Array = context[stage]
         ) -> tuple[None, Output]:
-            return None, attend_block(layer, x, positions, context, is_context, config, fmt)
+            return None, attend_block(layer, x, positions, seen, is_context, config, fmt)
 
         _, residual = block(
             layer_of(draft.stages, stage), residual, ids, config, attention,

@@ -32,6 +32,7 @@ F32 = get_cache_format("f32")
 jit_means = jax.jit(forward_means, static_argnames=("target_layers", "config"))
 jit_entries = jax.jit(dspark_sequence.context_entries, static_argnames=("config", "fmt"))
 jit_guess = jax.jit(dspark_sequence.guess_block, static_argnames=("config", "fmt"))
+jit_blocks = jax.jit(dspark_sequence.guess_blocks, static_argnames=("config", "fmt"))
 
 
 def random_draft(seed=0):
@@ -183,6 +184,19 @@ def test_entries_are_those_of_the_oracle_and_of_their_token_alone(case, entries)
     changed = np.asarray(jit_entries(params, other, np.arange(T, dtype=np.int32), CONFIG, F32))
     differs = np.any(changed != entries, axis=(0, 2))
     assert list(np.flatnonzero(differs)) == [7]
+
+
+def test_blocks_of_one_sequence_are_those_run_alone(case, entries, found):
+    """Two sequences, the second one turned round, with the same anchors in another order."""
+    params, _, token_ids, _ = case
+    both = np.stack([entries, entries[:, ::-1]], axis=1)
+    anchors = np.array([ANCHORS, ANCHORS[::-1]], np.int32)
+    guesses = jit_blocks(params, token_ids[anchors], anchors, both, config=CONFIG, fmt=F32)
+    logits = np.asarray(guesses.logits).reshape(2, len(ANCHORS), DRAFT.block_size, -1)
+    assert np.abs(logits[0] - found[0].logits).max() < INTERMEDIATE
+    turned = np.broadcast_to(both[:, 1:], (len(both), len(ANCHORS), *both.shape[2:]))
+    alone = jit_guess(params, token_ids[anchors[1]], anchors[1], turned, config=CONFIG, fmt=F32)
+    assert np.abs(logits[1] - alone.logits).max() < INTERMEDIATE
 
 
 @pytest.mark.parametrize("number", range(len(ANCHORS)), ids=[str(anchor) for anchor in ANCHORS])
