@@ -25,7 +25,7 @@ from dsv4_jax.linear import linear
 from dsv4_jax.model.block import block
 from dsv4_jax.model.dspark import Guesses, draft_guesses, dspark_stages
 from dsv4_jax.model.hyper_connections import Residual
-from dsv4_jax.model.layer_params import layer_of
+from dsv4_jax.model.layer_params import LayerParams, layer_of
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import embed
 from pallas_kernels.common.backend import Backend
@@ -95,7 +95,9 @@ def guess_block(
     """
     age = anchor_positions[:, None] - jnp.arange(entries.shape[2], dtype=jnp.int32)[None]
     is_context = (age >= 1) & (age <= config.sliding_window)  # [B, T]
-    return _guess(params, anchor_ids, anchor_positions, entries, is_context, config, fmt)
+    return _guess(
+        params, anchor_ids, anchor_positions, entries, is_context, config, fmt, scans=False
+    )
 
 
 def guess_blocks(
@@ -112,7 +114,7 @@ def guess_blocks(
     Only the W entries before an anchor are read for it, however long the sequence is.
 
     Args:
-      params: model parameters, with DSpark stages.
+      params: model parameters, with DSpark stages, stacked.
       anchor_ids: i32[B, A].
       anchor_positions: i32[B, A]; tokens before each are settled for it.
       entries: f32[stages, B, T, C] of tokens 0 .. T - 1.
@@ -135,6 +137,7 @@ def guess_blocks(
         (places >= 0).reshape(-1, window),
         config,
         fmt,
+        scans=True,
     )
 
 
@@ -146,25 +149,36 @@ def _guess(
     is_context: jax.Array,
     config: DSV4Config,
     fmt: CacheFormat,
+    *,
+    scans: bool,
 ) -> Guesses:
-    """One pass over blocks, each of which sees some of f32[stages, B, S, C] by bool[B, S]."""
+    """One pass over blocks, each of which sees some of f32[stages, B, S, C] by bool[B, S].
+
+    Stages are scanned or unrolled: a scan compiles faster, and does not show what is inside.
+    """
     draft, spec = dspark_stages(params), config.dspark
     assert spec is not None
     ids = jnp.full((anchor_ids.shape[0], spec.block_size), spec.noise_token_id, jnp.int32)
     ids = ids.at[:, 0].set(anchor_ids)
     positions = anchor_positions[:, None] + jnp.arange(spec.block_size, dtype=jnp.int32)[None]
     residual = Residual.start(embed(params, ids, config))
-    for stage in range(draft.num_stages):
 
-        def attention(
-            layer: AttentionParams, x: jax.Array, seen: jax.Array = context[stage]
-        ) -> tuple[None, Output]:
+    def run_stage(
+        residual: Residual, stage: tuple[LayerParams, jax.Array]
+    ) -> tuple[Residual, None]:
+        layer, seen = stage
+
+        def attention(layer: AttentionParams, x: jax.Array) -> tuple[None, Output]:
             return None, attend_block(layer, x, positions, seen, is_context, config, fmt)
 
-        _, residual = block(
-            layer_of(draft.stages, stage), residual, ids, config, attention,
-            backend=Backend.REFERENCE,
-        )  # fmt: skip
+        _, residual = block(layer, residual, ids, config, attention, backend=Backend.REFERENCE)
+        return residual, None
+
+    if scans:
+        residual, _ = jax.lax.scan(run_stage, residual, (draft.stacked_stages, context))
+    else:
+        for stage in zip(draft.layers, context, strict=True):
+            residual, _ = run_stage(residual, stage)
     return draft_guesses(params, residual.written(), config)
 
 

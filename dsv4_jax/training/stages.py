@@ -61,7 +61,7 @@ class StagePlan:
     batch: int = 32
     length: int = 512
     num_anchors: int = 64
-    rate: float = 2e-3
+    rate: float = 3e-3
     decay: float = 0.1
     noise: float = 0.02
     steps_between_reports: int = 100

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import dsv4_jax as ds
 from dsv4_jax.training.corpus import BOS, EOS, Corpus
@@ -14,6 +15,7 @@ from dsv4_jax.training.stage_losses import DEPTH_FACTOR, UNREACHED_WEIGHT, compa
 from dsv4_jax.training.stages import (
     StagePlan,
     anchored_rows,
+    main,
     starting_stages,
     train_stages,
     with_stages,
@@ -114,3 +116,33 @@ def test_a_few_steps_lower_the_loss_and_leave_the_trunk(capsys):
         lambda leaf: (leaf.shape, leaf.dtype), shapes
     )
     assert all(np.isfinite(leaf.astype(np.float32)).all() for leaf in jax.tree.leaves(trained.mtp))
+
+
+@pytest.mark.slow
+def test_the_script_writes_a_checkpoint_with_the_trunk_of_the_other(tmp_path, monkeypatch, capsys):
+    params = ds.init_params(TRUNK, jax.random.key(0), jnp.bfloat16)
+    ds.save_checkpoint(TRUNK, params, tmp_path / "trunk")
+    (tmp_path / "trunk" / "tokenizer.json").write_text("{}")
+    np.savez(tmp_path / "text.npz", **random_corpus()._asdict())
+    command = ["stages", "--checkpoint", str(tmp_path / "trunk"), "--out", str(tmp_path / "out")]
+    command += ["--corpus", str(tmp_path / "text.npz"), "--steps", "2", "--batch", "2"]
+    command += ["--length", "48", "--anchors", "8", "--markov-rank", "8", "--evaluate"]
+    monkeypatch.setattr("sys.argv", command)
+    # XLA has read this process's flags long ago, which the script sets in a new one.
+    monkeypatch.setattr("dsv4_jax.training.stages.set_xla_flags", lambda **flags: flags)
+    with jax.numpy_dtype_promotion("standard"):
+        main()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["step"] for line in lines[:-1]] == [2]
+    assert 1 <= lines[-1]["tokens_a_round"] <= 6
+    config, _ = ds.load_checkpoint(tmp_path / "out")
+    assert config == CONFIG
+    before = load_file(tmp_path / "trunk" / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    own = {name for name in before if not name.startswith("mtp.")}
+    assert own
+    assert own == {name for name in after if not name.startswith("mtp.")}
+    assert len(after) > len(before)
+    for name in own:
+        np.testing.assert_array_equal(before[name].view(np.uint8), after[name].view(np.uint8))
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
