@@ -9,10 +9,16 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.config.draft import DSparkConfig
-from dsv4_jax.training.rounds import Rounds, evaluate, run_rounds, summarise
+from dsv4_jax.model.dspark import chain, choose_likeliest
+from dsv4_jax.model.dspark_sequence import context_entries, guess_block
+from dsv4_jax.model.forward import forward_means
+from dsv4_jax.training.rounds import Rounds, evaluate, run_round, run_rounds, summarise
+from helpers.tolerance import INTERMEDIATE
+from pallas_kernels.common.formats import get_cache_format
 
 pytestmark = pytest.mark.unoptimised
 
+F32 = get_cache_format("f32")
 V = 16
 CONFIG = dataclasses.replace(
     ds.DSV4Config.tiny(),
@@ -22,7 +28,7 @@ CONFIG = dataclasses.replace(
     router_types=(ds.RouterType.LEARNED,),
     num_mtp_layers=0,
     bos_token_id=None,
-    eos_token_ids=(),
+    eos_token_ids=(10,),
     dspark=DSparkConfig(
         block_size=5, markov_rank=V, noise_token_id=0, target_layers=(0,), num_stages=1
     ),
@@ -71,7 +77,7 @@ PROMPTS = np.array([[0, 1, 2], [5, 5, 5]], np.int32)
 def test_drafts_are_kept_as_far_as_the_trunk_says_the_same(counting):
     """Of the first prompt: 3, then 4 5 6 7 | 8, then 9 to 13 | 14, 15 to 3 | 4, 5 6 7 | 8.
 
-    Of the second one: 6, then 7 | 8, and so on as the first one does.
+    Of the second one: 6, then 7 | 8, and so on as the first one does. Both end at 10.
     """
     rounds, texts = run_rounds(counting, PROMPTS, 4, config=CONFIG)
     assert rounds.kept.tolist() == [[4, 1], [5, 5], [5, 5], [3, 3]]
@@ -80,15 +86,40 @@ def test_drafts_are_kept_as_far_as_the_trunk_says_the_same(counting):
     sure, unsure = 1 / (1 + np.exp(-2)), 1 / (1 + np.exp(2))
     np.testing.assert_allclose(rounds.confidence[0, 0], [sure] * 4 + [unsure], rtol=1e-5)
     np.testing.assert_allclose(rounds.confidence[0, 1, :2], [sure, unsure], rtol=1e-5)
-    assert rounds.counts.all()
+    assert rounds.counts.tolist() == [[True, True], [True, True], [False, False], [False, False]]
 
 
-def test_an_answer_that_has_ended_counts_no_more(counting):
-    ending = dataclasses.replace(CONFIG, eos_token_ids=(10,))
-    rounds, _ = run_rounds(counting, PROMPTS, 3, config=ending)
-    assert rounds.counts.tolist() == [[True, True], [True, True], [False, False]]
-    told = evaluate(ending, counting, np.arange(200) % V, num_prompts=2, prompt_length=3)
-    assert told["rounds"] < 2 * 16
+def test_drafts_are_of_the_settled_text_alone(counting):
+    """With random stages, and other tokens behind the text."""
+    random = ds.init_params(CONFIG, jax.random.key(2))
+    params = dataclasses.replace(counting, mtp=random.mtp)
+    behind = np.random.default_rng(0).integers(0, V, (2, 36), np.int32)
+    lengths = jnp.full((2,), 3, jnp.int32)
+    token_ids = np.concatenate([PROMPTS, behind], axis=1)
+    found = run_round(params, jnp.asarray(token_ids), lengths, jnp.int32(0), config=CONFIG)
+    anchors = jnp.array([3, 6], jnp.int32)
+
+    @jax.jit
+    def alone(params, prompts):
+        _, means = forward_means(params, prompts, (0,), config=CONFIG)
+        places = jnp.broadcast_to(jnp.arange(3)[None], (2, 3))
+        entries = context_entries(params, means, places, CONFIG, F32)
+        guesses = guess_block(params, anchors, lengths, entries, config=CONFIG, fmt=F32)
+        return chain(params, anchors, guesses, choose_likeliest)
+
+    drafts = alone(params, jnp.asarray(PROMPTS))
+    assert np.abs(found.drafts.logits - drafts.logits).max() < INTERMEDIATE
+    assert np.abs(found.drafts.confidence - drafts.confidence).max() < INTERMEDIATE
+    assert found.token_ids[:, 3:9].tolist() == np.c_[anchors, drafts.token_ids].tolist()
+
+
+def test_what_is_measured_is_a_part_of_the_text(counting):
+    """Prompts are 1 2 3 and 6 7 8, from its beginning and its end."""
+    text = np.array([0, 1, 2, 3, 6, 7, 8], np.int32)
+    told = evaluate(CONFIG, counting, text, num_prompts=2, prompt_length=3, num_rounds=4)
+    # 4, then 5 6 7 | 8, then 9 to 13 | 14; and 9, then 10 and all others.
+    assert told["rounds"] == 3
+    assert told["tokens_a_round"] == pytest.approx(1 + (3 + 5 + 5) / 3)
 
 
 def test_rounds_are_summed_up_by_depth_and_by_confidence():
