@@ -126,12 +126,14 @@ class RoundCase:
 
     def output(self, config: DSV4Config, draft_tokens: int) -> ServeOutput:
         """What the first step is given as that of the step before: random tokens were drawn."""
-        empty = ServeOutput.empty(self.batch, draft_tokens, config.vocab_size)
+        empty = ServeOutput.empty(
+            self.batch, draft_tokens, config.vocab_size, has_confidence=draft_tokens > 0
+        )
         columns = empty.columns.at[:, 0].set(self.first_tokens(config))
         columns = columns.at[:, 1 : draft_tokens + 1].set(-1)
         rng = np.random.default_rng(self.batch + 1)
         drafts = rng.integers(0, config.vocab_size, (self.batch, draft_tokens))
-        columns = columns.at[:, draft_tokens + 2 :].set(drafts.astype(np.int32))
+        columns = columns.at[:, draft_tokens + 2 : -1].set(drafts.astype(np.int32))
         return dataclasses.replace(empty, columns=columns)
 
 
