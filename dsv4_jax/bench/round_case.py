@@ -109,6 +109,11 @@ class RoundCase:
             ),
         )
 
+    def random_input(self, config: DSV4Config, count: int) -> ServeInput:
+        """Of a step of so many random tokens of each request, which pick experts at random."""
+        rng = np.random.default_rng(self.batch)
+        return self.step_input(rng.integers(0, config.vocab_size, (self.batch, count)))
+
     def plain_input(self) -> ServeInput:
         """Of a plain decode step: the token that the step before drew."""
         return self.step_input(np.full((self.batch, 1), LAST_DRAWN))

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 from dsv4_jax.bench import roofline
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.model.weight_sizes import walk_weights, weight_family
+from dsv4_jax.model.weight_sizes import walk_weights
 from pallas_kernels.common.weights import weight_bytes
+
+_EXPERTS = re.compile(r"\.ffn\.w[123]$").search
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,8 @@ class RoundBytes:
       chain: of what ties the guesses of a block together.
       experts: {rows: experts of a layer that are read} of a plain step, a round and a pass.
       expert: of one expert of every layer of the trunk.
+      stage_expert: of one expert of every stage.
+      block_rows: rows of a pass.
     """
 
     plain: float
@@ -38,6 +43,8 @@ class RoundBytes:
     chain: float
     experts: dict[int, float]
     expert: float
+    stage_expert: float
+    block_rows: int
 
     @property
     def proposal(self) -> float:
@@ -49,14 +56,14 @@ class RoundBytes:
         """All of a round."""
         return self.verify + self.context + self.proposal
 
-    def floor_ms(self, part: str, more_experts: float = 0.0) -> float:
+    def floor_ms(self, part: str, more_bytes: float = 0.0) -> float:
         """Milliseconds of a part at the bandwidth of a copy on an H200.
 
         Args:
           part: name of an attribute.
-          more_experts: of each layer of the trunk, beyond those that independent picks read.
+          more_bytes: beyond those that independent picks read.
         """
-        return (getattr(self, part) + more_experts * self.expert) / roofline.BANDWIDTH * 1e3
+        return (getattr(self, part) + more_bytes) / roofline.BANDWIDTH * 1e3
 
 
 def round_bytes(
@@ -98,13 +105,15 @@ def round_bytes(
         block_pass=in_pass,
         chain=in_chain,
         experts=experts,
-        expert=sum(
-            weight_bytes(weight)
-            for path, weight in walk_weights(dataclasses.replace(params, mtp=None))
-            if weight_family(path) == "routed experts"
-        )
-        / config.num_routed_experts,
+        expert=_routed(dataclasses.replace(params, mtp=None)) / config.num_routed_experts,
+        block_rows=block_rows,
+        stage_expert=_routed(params.mtp) / config.num_routed_experts,
     )
+
+
+def _routed(params: Any) -> float:
+    """Bytes of all routed experts."""
+    return float(sum(weight_bytes(w) for path, w in walk_weights(params) if _EXPERTS(path)))
 
 
 def _draft_bytes(
@@ -129,7 +138,7 @@ def _draft_bytes(
             in_chain += size * block_size
         elif path == "mtp.confidence":
             in_chain += size
-        elif re.search(r"\.ffn\.w[123]$", path):
+        elif _EXPERTS(path):
             in_pass += size * experts / config.num_routed_experts
         else:
             in_pass += size

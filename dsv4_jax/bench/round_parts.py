@@ -123,6 +123,12 @@ def picks_call(config: DSV4Config, activations: str) -> Any:
     return jax.jit(tagged(streams, PICKED))
 
 
+def block_picks_call(config: DSV4Config, activations: str) -> Any:
+    """Jitted: as `pass_part` -> i32[B * N, k] of each stage, the experts that a block picks."""
+    run = functools.partial(pass_part, config=config, activations=activations)
+    return jax.jit(tagged(run, PICKED))
+
+
 _STATIC = ("config", "activations")
 jit_proposal = jax.jit(proposal_part, static_argnames=_STATIC)
 jit_pass = jax.jit(pass_part, static_argnames=_STATIC)

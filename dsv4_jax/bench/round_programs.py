@@ -31,12 +31,16 @@ PARTS = {
     "pass": "pass of the proposal",
     "context": "context rows",
     "undrafted": "step without drafts beside stages",
+    "free": "round of its own guesses",
     "overlapped": "round, launches of a graph overlap",
 }
 """What is timed, and what it is called, the most important first."""
 
-PICKS = "picks"
-"""What tells which experts the rows of a round pick; it is not timed."""
+PROGRAM_OF = {"free": "round"}
+"""The program of a part, where that is not its own."""
+
+PICKS, BLOCK_PICKS = "picks", "block picks"
+"""What tells which experts the rows of a round, and of a pass, pick; it is not timed."""
 
 _CONTEXT_LOOP = 20
 
@@ -75,23 +79,25 @@ class RoundPrograms:
         Args:
           model: with shapes in the place of parameters.
           case: the point.
-          parts: of `PARTS`, and `PICKS`.
+          parts: of `PARTS`, and `PICKS` and `BLOCK_PICKS`.
           threads: how many compile.
         """
         self._pool = concurrent.futures.ThreadPoolExecutor(threads)
         makers = _makers(model, case, self._pool)
         gc.disable()  # traces are millions of objects that stay, and each collection visits all
-        self._compiling = {part: self._pool.submit(makers[part]) for part in parts}
+        programs = dict.fromkeys(PROGRAM_OF.get(part, part) for part in parts)
+        self._parts = parts
+        self._compiling = {name: self._pool.submit(makers[name]) for name in programs}
 
     def wait(self) -> dict[str, Any]:
         """{part: `Program`, or `Loops` of the context rows, or the error that it has met}."""
-        found: dict[str, Any] = {}
-        for part, future in self._compiling.items():
+        made: dict[str, Any] = {}
+        for name, future in self._compiling.items():
             error = future.exception()
-            found[part] = future.result() if error is None else error
+            made[name] = future.result() if error is None else error
         self._pool.shutdown()  # loops are compiled in it too
         gc.enable()
-        return found
+        return {part: made[PROGRAM_OF.get(part, part)] for part in self._parts}
 
 
 def _makers(
@@ -116,10 +122,11 @@ def _makers(
             config=config, draft_tokens=case.draft_tokens, options=options, **common,
         )  # fmt: skip
 
-    def proposal(function: Any, *more: Any) -> Program:
+    def proposal(function: Any, *more: Any, named: bool = True) -> Program:
         own = round_parts.proposal_params(params), round_parts.window_cache(cache)
         anchors = jax.ShapeDtypeStruct((case.batch,), jnp.int32)
-        return compile_program(function, *own, anchors, *more, config=config, **common)
+        static = {"config": config, **common} if named else {}
+        return compile_program(function, *own, anchors, *more, **static)
 
     def context() -> Loops:
         args = context_arguments(model, case, cache)
@@ -147,6 +154,9 @@ def _makers(
         "undrafted": lambda: plain(config, params, cache),
         "overlapped": lambda: whole_round(decode_options()),
         PICKS: picks,
+        BLOCK_PICKS: lambda: proposal(
+            round_parts.block_picks_call(config, case.activations), named=False
+        ),
     }
 
 

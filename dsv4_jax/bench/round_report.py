@@ -77,6 +77,7 @@ def token_table(rows: list[dict[str, Any]]) -> str:
         "ms a token": lambda r: f"{r['ms_a_token']:.3f}",
         "tokens/s": lambda r: f"{r['tokens_per_s']:,.0f}",
         "of plain steps": lambda r: f"{r['of_plain']:.2f}",
+        "with random tokens": lambda r: f"{r['of_plain_at_random']:.2f}",
     }
     return "\n".join(table_lines(columns, flat))
 

@@ -29,7 +29,7 @@ from dsv4_jax.bench.round_case import (
     tokens_needed,
 )
 from dsv4_jax.bench.round_floor import RoundBytes, round_bytes
-from dsv4_jax.bench.round_programs import PICKS, Model, context_arguments
+from dsv4_jax.bench.round_programs import BLOCK_PICKS, PICKS, Model, context_arguments
 from dsv4_jax.bench.routing import count_distinct
 from dsv4_jax.bench.timing import Timing, dispatch, time_calls
 from dsv4_jax.cache.model_cache import ModelCache
@@ -40,7 +40,13 @@ from dsv4_jax.step.serve_step import ServeInput, ServeOutput
 
 TOKENS_A_ROUND = (1.0, 2.8, 3.9, 5.0)
 """For which tokens a second are told."""
-_BYTES_OF = {"plain": "plain", "undrafted": "plain", "overlapped": "round", "pass": "block_pass"}
+_BYTES_OF = {
+    "plain": "plain",
+    "undrafted": "plain",
+    "overlapped": "round",
+    "free": "round",
+    "pass": "block_pass",
+}
 _COUNTED = ("plain", "verify", "context", "block_pass", "chain", "proposal", "round")
 _TAUGHT_REPEATS = 3
 _PROFILED = 4
@@ -76,17 +82,19 @@ def bench_rounds(
     }
     del row["limit_s"]
     reads = _reader(model, case, programs, row)
+    some = case.random_input(model.config, case.row_tokens)
     timers: dict[str, Callable[[Any], Iterator[dict[str, Any]]]] = {
         "plain": lambda p: _plain(case, model.trunk_config, model.trunk_params, p, profile),
-        "round": lambda p: _free_rounds(model, case, p, reads, profile),
-        "proposal": lambda p: _proposal(model, case, p, profile, is_whole=True),
-        "pass": lambda p: _proposal(model, case, p, False, is_whole=False),
+        "round": lambda p: _rounds(model, case, p, some, reads, profile),
+        "proposal": lambda p: _proposal(model, case, p, programs, profile, is_whole=True),
+        "pass": lambda p: _proposal(model, case, p, programs, False, is_whole=False),
         "context": lambda p: _context(model, case, p),
         "undrafted": lambda p: _plain(case, model.config, model.params, p, False),
-        "overlapped": lambda p: _free_rounds(model, case, p, reads, False),
+        "free": lambda p: _rounds(model, case, p, case.round_input(), reads, False),
+        "overlapped": lambda p: _rounds(model, case, p, some, reads, False),
     }
     for part, program in programs.items():
-        if part == PICKS:
+        if part not in timers:
             continue
         found: dict[str, Any] = row["parts"].setdefault(part, {})
         try:
@@ -117,8 +125,8 @@ def bench_rounds(
 def _plain(
     case: RoundCase, config: DSV4Config, params: DSV4Params, program: Program, profile: bool
 ) -> Iterator[dict[str, Any]]:
-    """Steps of one token each."""
-    given = case.plain_input()
+    """Steps of one random token of each request."""
+    given = case.random_input(config, 1)
 
     def call(state: Any) -> Any:
         return program.run(params, state[0], given, state[1])
@@ -133,11 +141,11 @@ def _plain(
         yield {"profile": _profiled(program, call, rewind(state))}
 
 
-def _free_rounds(
-    model: Model, case: RoundCase, program: Program, reads: Reader, profile: bool
+def _rounds(
+    model: Model, case: RoundCase, program: Program, given: ServeInput, reads: Reader, profile: bool
 ) -> Iterator[dict[str, Any]]:
-    """Rounds that check what the round before has guessed."""
-    config, given = model.config, case.round_input()
+    """Rounds of the same input, which may name what the round before drew and guessed."""
+    config = model.config
 
     def call(state: Any) -> Any:
         return program.run(model.params, *state[:2], given, state[2])
@@ -159,7 +167,13 @@ def _free_rounds(
 
 
 def _proposal(
-    model: Model, case: RoundCase, program: Program, profile: bool, *, is_whole: bool
+    model: Model,
+    case: RoundCase,
+    program: Program,
+    programs: dict[str, Any],
+    profile: bool,
+    *,
+    is_whole: bool,
 ) -> Iterator[dict[str, Any]]:
     """Proposals, or passes alone, on the same rings."""
     cache = round_parts.window_cache(case.fill(model.config))
@@ -171,7 +185,10 @@ def _proposal(
         return program.run(params, cache, anchors, *given)
 
     timing, _ = _time(case, call, None, lambda state: state, 2 * case.rounds)
-    yield _timing_row(timing)
+    found, picks = _timing_row(timing), programs.get(BLOCK_PICKS)
+    if isinstance(picks, Program):
+        found["experts_read"] = _mean_distinct(picks.run(params, cache, anchors))
+    yield found
     if profile:
         yield {"profile": _profiled(program, call, None)}
 
@@ -236,17 +253,22 @@ Reader = Callable[[ModelCache, ServeInput, ServeOutput], dict[str, float]]
 def _reader(model: Model, case: RoundCase, programs: dict[str, Any], row: dict[str, Any]) -> Reader:
     """Runs `PICKS`, if it is among the programs."""
     program, tokens = programs.get(PICKS), case.batch * case.row_tokens
-    if isinstance(program, Exception):
-        row.setdefault("failed", {})[PICKS] = first_line(program)
+    for name in (PICKS, BLOCK_PICKS):
+        if isinstance(error := programs.get(name), Exception):
+            row.setdefault("failed", {})[name] = first_line(error)
 
     def reads(cache: ModelCache, given: ServeInput, last: ServeOutput) -> dict[str, float]:
         if not isinstance(program, Program):
             return {}
         layers = program.run(model.params, cache, given, last)
-        counts = [count_distinct(np.asarray(picked)[:tokens]) for picked in layers]
-        return {"experts_read": float(np.mean(counts))}
+        return {"experts_read": _mean_distinct([picked[:tokens] for picked in layers])}
 
     return reads
+
+
+def _mean_distinct(layers: list[jax.Array]) -> float:
+    """Different experts of a layer that i32[T, k] name, on average over layers."""
+    return float(np.mean([count_distinct(np.asarray(picked)) for picked in layers]))
 
 
 class _Rounds:
@@ -276,6 +298,8 @@ def tokens_per_s(row: dict[str, Any]) -> list[dict[str, float]]:
     """Tokens a second at each of `TOKENS_A_ROUND`, beside plain steps of the same run.
 
     A round that keeps a fraction of a token more takes as much of the time between two whole ones.
+    What a request says by random weights may repeat itself, so that rounds read fewer experts than
+    those of random tokens: `of_plain_at_random` takes the time of these.
     """
     kept = sorted((count, each["ms"]) for count, each in row["kept"].items())
     counts, times = zip(*kept, strict=True)
@@ -289,6 +313,8 @@ def tokens_per_s(row: dict[str, Any]) -> list[dict[str, float]]:
         each["tokens_per_s"] = row["batch"] * tokens / ms * 1e3
         if plain is not None:
             each["of_plain"] = plain * tokens / ms
+            if (spread := row["parts"].get("round", {}).get("ms")) is not None:
+                each["of_plain_at_random"] = plain * tokens / spread
         table.append(each)
     return table
 
@@ -330,6 +356,9 @@ def _add_floor(found: dict[str, Any], floors: RoundBytes, name: str, case: Round
     floor_ms = floors.floor_ms(name)
     found |= {"floor_ms": floor_ms, "floor_share": floor_ms / found["ms"]}
     if "experts_read" in found:
-        more = found["experts_read"] - floors.experts[case.batch * case.row_tokens]
-        found["read_floor_ms"] = floors.floor_ms(name, more)
+        rows, each = case.batch * case.row_tokens, floors.expert
+        if name != "round":
+            rows, each = floors.block_rows, floors.stage_expert
+        more = found["experts_read"] - floors.experts[rows]
+        found["read_floor_ms"] = floors.floor_ms(name, more * each)
         found["read_floor_share"] = found["read_floor_ms"] / found["ms"]

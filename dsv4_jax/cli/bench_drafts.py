@@ -15,7 +15,7 @@ from dsv4_jax.bench import report, round_report
 from dsv4_jax.bench.decode_case import PARTS as DECODE_PARTS
 from dsv4_jax.bench.results import Output
 from dsv4_jax.bench.round_case import RoundCase, usual_stages
-from dsv4_jax.bench.round_programs import PARTS, PICKS, Model, RoundPrograms
+from dsv4_jax.bench.round_programs import BLOCK_PICKS, PARTS, PICKS, Model, RoundPrograms
 from dsv4_jax.bench.rounds import bench_rounds
 from dsv4_jax.bench.timing import copy_bandwidth
 from dsv4_jax.bench.weights import random_params
@@ -100,7 +100,7 @@ def _parts(args: argparse.Namespace, case: RoundCase) -> tuple[str, ...]:
         left_out = {"overlapped", PICKS}
     if jax.default_backend() != "gpu":  # whose programs are no graphs
         left_out.add("overlapped")
-    return tuple(part for part in (*PARTS, PICKS) if part not in left_out)
+    return tuple(part for part in (*PARTS, BLOCK_PICKS, PICKS) if part not in left_out)
 
 
 def _lines(row: dict[str, Any]) -> list[str]:

@@ -68,6 +68,15 @@ def test_stages_have_released_formats_and_are_taken_apart():
         assert np.isfinite(np.asarray(values, np.float32)).all(), path
 
 
+def test_floors_count_the_experts_that_were_read():
+    found = flash_bytes(5)
+    assert found.expert / 1e9 == pytest.approx(0.575, rel=0.001)
+    assert found.stage_expert == pytest.approx(found.expert * 3 / 43)
+    assert found.experts == pytest.approx({1: 6.0, 5: 28.18, 6: 33.30}, abs=0.01)
+    fewer = found.floor_ms("round", -8.3 * found.expert)
+    assert fewer == pytest.approx(found.floor_ms("round") * (29.90 - 4.77) / 29.90, rel=0.001)
+
+
 def test_parts_are_given_the_weights_that_they_read_alone():
     shapes = ds.unstack_layers(ds.model.param_shapes(TINY, jnp.bfloat16))
     context = {path for path, _ in walk_weights(round_parts.context_params(shapes))}
@@ -104,20 +113,21 @@ def test_rounds_leave_room_for_all_that_they_may_keep():
 
 
 def test_tokens_a_second_lie_between_whole_rounds():
-    row = {"batch": 8, "parts": {"plain": {"ms": 5.0}}}
+    row = {"batch": 8, "parts": {"plain": {"ms": 5.0}, "round": {"ms": 12.5}}}
     row["kept"] = {kept: {"ms": 8.0 + kept / 2} for kept in range(6)}
     table = {each["tokens_a_round"]: each for each in rounds.tokens_per_s(row)}
     assert list(table) == [1.0, 2.8, 3.9, 5.0]
     assert table[2.8]["round_ms"] == pytest.approx(8.9)
     assert table[2.8]["tokens_per_s"] == pytest.approx(8 * 2.8 / 8.9e-3)
     assert table[5.0]["of_plain"] == pytest.approx(5 * 5.0 / 10.0)
+    assert table[5.0]["of_plain_at_random"] == pytest.approx(5 * 5.0 / 12.5)
     few = row | {"kept": {kept: row["kept"][kept] for kept in range(3)}}
     assert [each["tokens_a_round"] for each in rounds.tokens_per_s(few)] == [1.0, 2.8]
     row["tokens_per_s"] = rounds.tokens_per_s(row)
     row["context"], row["draft_tokens"] = 8192, 5
     heading, first, *_ = round_report.token_table([row]).splitlines()
     assert heading.split()[:3] == ["requests", "tokens", "a"]
-    assert first.split() == ["8", "1.0", "8.000", "8.000", "1,000", "0.62"]
+    assert first.split() == ["8", "1.0", "8.000", "8.000", "1,000", "0.62", "0.40"]
 
 
 def test_a_part_that_fails_leaves_the_others():
@@ -150,7 +160,10 @@ def test_rounds_are_timed_whole_in_parts_and_as_taught(tmp_path, capsys):
     few = ["--part-limit-s", "0.2", "--json", str(path)]
     assert main(["bench", "decode", *sizes, "--drafts", "5", *few]) == 0
     (row,) = json.loads(path.read_text())["rows"]
-    assert set(row["parts"]) == {"plain", "round", "proposal", "pass", "context", "undrafted"}
+    timed = {"plain", "round", "free", "proposal", "pass", "context", "undrafted"}
+    assert set(row["parts"]) == timed
+    for name in ("round", "free", "proposal"):
+        assert 3 <= row["parts"][name]["experts_read"] <= 8
     for part in row["parts"].values():
         assert part["ms"] > 0
         assert part["floor_share"] == part["floor_ms"] / part["ms"]
