@@ -58,6 +58,12 @@ def test_the_trunk_loads_without_its_stages_where_it_is_asked_to(tmp_path, trunk
     same(params, trunk[1])
 
 
+@pytest.mark.parametrize("drafts", ["off", None, 1])
+def test_what_is_no_flag_is_refused(tmp_path, drafts):
+    with pytest.raises(ValueError, match=r"^drafts must be"):
+        load(write_dspark(tmp_path), drafts=drafts)
+
+
 @pytest.mark.parametrize("num_nextn", [0, 3])
 def test_stages_that_the_config_does_not_have_are_left_out(tmp_path, trunk, num_nextn):
     contents = {n: v for n, v in dspark_config().items() if not n.startswith("dspark")}
