@@ -68,7 +68,7 @@ def find_model(
       needs_tokenizer: as of `find_checkpoint`.
 
     Raises:
-      FileNotFoundError: there is no such directory, or it lacks a file.
+      FileNotFoundError: there is no such directory, or it lacks a config.
       ValueError: it cannot be read, it has no draft for --draft-tokens or none of so many, or these
         are given together with --steps-per-call or --drafts off.
     """
@@ -86,7 +86,7 @@ def find_model(
     folder = find_checkpoint(
         args.checkpoint, revision=args.revision, needs_tokenizer=needs_tokenizer, drafts=drafts
     )
-    config = read_inventory(folder, follow_links=args.follow_links, drafts=drafts).config
+    config = _find_config(args, folder, drafts)
     if args.draft_tokens and not config.has_draft:
         raise ValueError(
             f"--draft-tokens {args.draft_tokens} needs a draft, and {folder} has none; leave it out"
@@ -97,6 +97,19 @@ def find_model(
             f"got {args.draft_tokens}"
         )
     return folder, config if args.draft_tokens else config.without_draft()
+
+
+def _find_config(args: argparse.Namespace, folder: pathlib.Path, drafts: bool) -> DSV4Config:
+    """The config by the files; where these are missing by itself, since loading will say so."""
+    try:
+        return read_inventory(folder, follow_links=args.follow_links, drafts=drafts).config
+    except FileNotFoundError:
+        return DSV4Config.from_hf(
+            folder,
+            follow_links=args.follow_links,
+            text_only=True,
+            drafts=args.draft_tokens > 0,
+        )
 
 
 def build_engine(

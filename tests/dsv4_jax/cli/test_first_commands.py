@@ -37,7 +37,8 @@ def have(monkeypatch, gib):
         (["bench", "prefill", "--config", "flash_slim"], "weights 29."),
         (["bench", "kernels", "--config", "flash", "--contexts", "1048576"], "cache 3.44"),
         (["bench", "decode", "--config", "pro", "--parts", "cache"], "cache 0.0"),
-        (["generate", "x"], "weights 0.01"),
+        (["generate", "x"], "weights 0.00"),  # without the draft block, which nobody asked for
+        (["generate", "x", "--draft-tokens", "1"], "weights 0.01"),
         (["verify"], "weights 0.01"),
         (["evaluate"], "weights 0.01"),
         (["sweep", "none", "--contexts", "256", "--out", "{folder}/x.jsonl"], "weights 0.01"),
