@@ -160,9 +160,13 @@ def train_stages(
     trunk = in_f32(dataclasses.replace(params, mtp=None))
     state = make_optimizer(stages).init(cast(Any, stages))
     losses: Any = ()
+    compiled = 0.0  # seconds that the first step took, of which the rate knows nothing
 
     def share_done() -> float:
-        return max(count / plan.num_steps, (time.time() - started) / (60 * plan.minutes))
+        left = 60 * plan.minutes - compiled
+        passed = time.time() - started - compiled
+        of_time = passed / left if left > 0 else 1.0
+        return max(count / plan.num_steps, of_time) if count else 0.0
 
     for text in anchored_rows(corpus, plan, config.dspark.block_size):
         done = share_done()
@@ -172,6 +176,8 @@ def train_stages(
         stages, state, new = stage_step(
             stages, state, trunk, text, rate, jnp.float32(plan.decay), config=config
         )
+        if not count:
+            compiled = time.time() - started
         jax.block_until_ready(losses)  # one step ahead of the device, so that minutes are its own
         losses, count = new, count + 1
         if count % plan.steps_between_reports == 0 or share_done() >= 1:

@@ -159,12 +159,13 @@ def test_stages_learn_what_the_trunk_says_and_leave_it(capsys):
 
 @pytest.mark.slow
 def test_the_script_writes_a_checkpoint_with_the_trunk_of_the_other(tmp_path, monkeypatch, capsys):
+    """In one step, after which its minutes have passed."""
     params = ds.init_params(TRUNK, jax.random.key(0), jnp.bfloat16)
     ds.save_checkpoint(TRUNK, params, tmp_path / "trunk")
     (tmp_path / "trunk" / "tokenizer.json").write_text("{}")
     np.savez(tmp_path / "text.npz", **random_corpus()._asdict())
     command = ["stages", "--checkpoint", str(tmp_path / "trunk"), "--out", str(tmp_path / "out")]
-    command += ["--corpus", str(tmp_path / "text.npz"), "--steps", "2", "--batch", "2"]
+    command += ["--corpus", str(tmp_path / "text.npz"), "--minutes", "1e-6", "--batch", "2"]
     command += ["--length", "48", "--anchors", "8", "--markov-rank", "16", "--evaluate"]
     monkeypatch.setattr("sys.argv", command)
     # XLA has read this process's flags long ago, which the script sets in a new one.
@@ -172,7 +173,7 @@ def test_the_script_writes_a_checkpoint_with_the_trunk_of_the_other(tmp_path, mo
     with jax.numpy_dtype_promotion("standard"):
         main()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["step"] for line in lines[:-1]] == [2]
+    assert [line["step"] for line in lines[:-1]] == [1]
     assert 1 <= lines[-1]["tokens_a_round"] <= 6
     config, _ = ds.load_checkpoint(tmp_path / "out")
     assert config == CONFIG
