@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 import dsv4_jax as ds
-from dsv4_jax.step.serve_step import ServeOutput
+from dsv4_jax.step.serve_values import ServeOutput
 from helpers.serving import byte_tokenizer, one_layer
 
 CONTEXT, LONGEST_PROMPT = 640, 128

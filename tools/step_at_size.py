@@ -30,7 +30,8 @@ from dsv4_jax.cache.snapshots import SnapshotPlan, init_snapshot_store
 from dsv4_jax.cli.arguments import WEIGHTS, add_activations
 from dsv4_jax.model.weight_sizes import FORMATS, walk_weights, weight_format
 from dsv4_jax.step.decode_steps import jit_plain_decode_steps
-from dsv4_jax.step.serve_step import ServeInput, jit_serve_step
+from dsv4_jax.step.serve_step import jit_serve_step
+from dsv4_jax.step.serve_values import ServeInput
 from pallas_kernels.common.weights import weight_bytes
 from tools import aot, aot_figures
 

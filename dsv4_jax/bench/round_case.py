@@ -22,7 +22,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.draft import DSparkConfig
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.step.sampling import make_sampling
-from dsv4_jax.step.serve_step import FIRST_DRAFT, LAST_DRAWN, ServeInput, ServeOutput
+from dsv4_jax.step.serve_values import FIRST_DRAFT, LAST_DRAWN, ServeInput, ServeOutput
 
 _MAX_ROUNDS = 24  # in a row; lengths start that many rounds below the context
 _STAGES = 3

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from dsv4_jax.attention.block_attention import Blocks
 from dsv4_jax.bench.tagged import PICKED, tagged
 from dsv4_jax.cache.model_cache import ModelCache
-from dsv4_jax.cache.new_tokens import NewTokens, empty_staged
+from dsv4_jax.cache.new_tokens import Family, empty_staged
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
@@ -22,7 +22,7 @@ from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import run_layers
 from dsv4_jax.step.propose import propose, stage_context
 from dsv4_jax.step.sampling import Sampling
-from dsv4_jax.step.serve_step import ServeInput, ServeOutput, fill_in
+from dsv4_jax.step.serve_values import ServeInput, ServeOutput, fill_in
 from dsv4_jax.step.step import pad_tokens
 from pallas_kernels.common.weights import is_quantized, with_activations
 
@@ -49,13 +49,13 @@ def window_cache(cache: ModelCache) -> ModelCache:
 def context_part(
     params: DSV4Params,
     cache: ModelCache,
-    new_tokens: dict[str, NewTokens],
+    new_tokens: dict[str, Family],
     step_input: StepInput,
     means: jax.Array,
     *,
     config: DSV4Config,
     activations: str,
-) -> NewTokens:
+) -> Family:
     """`stage_context` alone: what a call's tokens leave in the rings of the stages.
 
     Args:

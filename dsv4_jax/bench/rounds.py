@@ -36,7 +36,7 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.sampling import make_sampling
-from dsv4_jax.step.serve_step import ServeInput, ServeOutput
+from dsv4_jax.step.serve_values import ServeInput, ServeOutput
 
 TOKENS_A_ROUND = (1.0, 2.8, 3.9, 5.0)
 """For which tokens a second are told."""
@@ -219,7 +219,7 @@ def _taught(
     def restored(cache: ModelCache) -> ModelCache:
         return dataclasses.replace(case.rewind(cache), state=copied(saved))
 
-    cache, tokens = _recorded(model, case, programs["undrafted"], cache)
+    cache, tokens = _recorded(model, case, programs["round"], cache)
     state: Any = restored(cache), store, case.output(config, case.draft_tokens)
     del cache
     row["kept"] = {}

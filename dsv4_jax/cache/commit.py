@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import flax.struct
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 import pallas_kernels as pk
 from dsv4_jax import checks
 from dsv4_jax.cache.model_cache import ModelCache
-from dsv4_jax.cache.new_tokens import NewTokens, check_staged
+from dsv4_jax.cache.new_tokens import Family, NewTokens, check_staged
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.mesh import on_mesh
 from pallas_kernels.common.addressing import drop_absent
@@ -66,19 +67,37 @@ def commit(cache: ModelCache, staged: Staged, num_tokens: jax.Array) -> ModelCac
             f"num_tokens must be 0 to the tokens that each row had, {had.tolist()}, "
             f"got {kept.tolist()}"
         )
-    call = call.keep(jnp.asarray(num_tokens, jnp.int32))
+    return commit_layers(cache, staged.new_tokens, call.keep(jnp.asarray(num_tokens, jnp.int32)))
+
+
+def commit_layers(
+    cache: ModelCache, new_tokens: Mapping[str, Family], kept: CallIndices
+) -> ModelCache:
+    """`commit` of a call that is cut to the tokens that are kept.
+
+    Args:
+      cache: as there.
+      new_tokens: by attention type, the call's tokens of all its layers.
+      kept: the call.
+    """
     state = dict(cache.state)
-    for attn, new in staged.new_tokens.items():
-        num_layers = jax.tree.leaves(new)[0].shape[0]
+    for attn, family in new_tokens.items():
+        if isinstance(family, NewTokens):
+            state[attn] = _commit_stack(state[attn], family, kept)
+            continue
+        for layer, new in enumerate(family):
+            assert new is not None
+            index = jnp.asarray(layer, jnp.int32)
+            state[attn] = commit_tokens(state[attn], new, kept, layer=index)
+    return advance(dataclasses.replace(cache, state=state), kept)
 
-        def commit_layer(
-            layer: jax.Array, pool: StateCachePool, new: NewTokens = new
-        ) -> StateCachePool:
-            of_layer = jax.tree.map(lambda leaf: leaf[layer], new)
-            return commit_tokens(pool, of_layer, call, layer=layer)
 
-        state[attn] = jax.lax.fori_loop(0, num_layers, commit_layer, state[attn])
-    return advance(dataclasses.replace(cache, state=state), call)
+def _commit_stack(pool: StateCachePool, stack: NewTokens, kept: CallIndices) -> StateCachePool:
+    def commit_layer(layer: jax.Array, pool: StateCachePool) -> StateCachePool:
+        of_layer = jax.tree.map(lambda leaf: leaf[layer], stack)
+        return commit_tokens(pool, of_layer, kept, layer=layer)
+
+    return jax.lax.fori_loop(0, pool.num_layers, commit_layer, pool)
 
 
 @jax.jit

@@ -98,3 +98,33 @@ def empty_new_tokens(schema: LayerCacheSchema, num_tokens: int, *, num_layers: i
         compressor=projections(width),
         indexer=projections(index_width),
     )
+
+
+type Family = NewTokens | tuple[NewTokens | None, ...]
+"""Tokens of the layers of an attention type: stacked [L, T, ...], or those of each layer.
+
+A step whose layers are scanned writes into a stack; one that unrolls them keeps each layer's tokens
+as they are, and spares the writing.
+"""
+
+
+def separate_layers(state: Mapping[str, StateCachePool]) -> dict[str, Family]:
+    """A place for the tokens of each layer, by attention type; nothing is in them."""
+    return {attn: (None,) * pool.num_layers for attn, pool in state.items()}
+
+
+def put_layer(family: Family, index: jax.Array | int, new: NewTokens) -> Family:
+    """Puts the tokens of one layer in their place; `index` is static where layers are separate."""
+    if isinstance(family, NewTokens):
+        return jax.tree.map(lambda stack, tokens: stack.at[index].set(tokens), family, new)
+    assert isinstance(index, int)
+    return (*family[:index], new, *family[index + 1 :])
+
+
+def stacked(family: Family) -> NewTokens:
+    """The same tokens, stacked."""
+    if isinstance(family, NewTokens):
+        return family
+    layers = [new for new in family if new is not None]
+    assert len(layers) == len(family)
+    return jax.tree.map(lambda *tokens: jnp.stack(tokens), *layers)

@@ -9,7 +9,8 @@
     dspark               DSpark drafts: what settled tokens leave, a pass over a block, its chain
     dspark_sequence      the same over whole sequences, without a cache
 
-`params`, `layer_params` and `draft_params` have the parameters as pytrees, and `shardings` says where they lie on a mesh.
+`params`, `layer_params` and `draft_params` have the parameters as pytrees, and `shardings` says
+where they lie on a mesh.
 """
 
 from dsv4_jax.model.forward import forward_streams

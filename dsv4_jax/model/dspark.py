@@ -72,7 +72,7 @@ def context_tokens(
     positions: jax.Array,
     state: StateCachePool,
     config: DSV4Config,
-) -> NewTokens:
+) -> list[NewTokens]:
     """`context_entries` of a call's tokens, encoded as the rings of the stages keep them.
 
     Args:
@@ -83,7 +83,7 @@ def context_tokens(
       config: the model.
 
     Returns:
-      What the stages are to commit, stacked [stages, T, ...].
+      What each stage is to commit.
     """
     draft = dspark_stages(params)
     with using(params.peers):
@@ -92,13 +92,13 @@ def context_tokens(
         context = rms_norm(context, draft.main_norm, eps=config.rms_norm_eps)
         projected = linears(context, [layer.attn.wkv for layer in layers])
         frequencies = rope_frequencies(config, AttentionType.SWA)
-        entries = []
+        new = []
         for layer, kv in zip(layers, projected, strict=True):
             norm_rope = NormRope(layer.attn.kv_norm, frequencies, config.rms_norm_eps)
             codec = state.schema.format.entry
-            entries.append(encode_tokens(None, kv, norm_rope, positions, codec=codec)[1])
-    window = jax.tree.map(lambda *planes: jnp.stack(planes), *entries)
-    return NewTokens(window=window, compressor=None, indexer=None)
+            _, window = encode_tokens(None, kv, norm_rope, positions, codec=codec)
+            new.append(NewTokens(window=window, compressor=None, indexer=None))
+    return new
 
 
 def run_blocks(

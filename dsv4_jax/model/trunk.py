@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from dsv4_jax.attention.selection import selected_width
 from dsv4_jax.cache.commit import commit_tokens
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.model_cache import ModelCache
-from dsv4_jax.cache.new_tokens import NewTokens
+from dsv4_jax.cache.new_tokens import Family, NewTokens, put_layer
 from dsv4_jax.collectives import join_rows, rows_of_a_device, sum_over_model, take_rows
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import LayerSpec, Segment, layer_schedule, split_into_segments
@@ -62,7 +63,7 @@ class TrunkOutput(NamedTuple):
     """
 
     cache: ModelCache
-    staged: dict[str, NewTokens] | None
+    staged: Mapping[str, Family] | None
     streams: jax.Array
     means: jax.Array | None
 
@@ -72,7 +73,7 @@ def run_layers(
     cache: ModelCache,
     token_ids: jax.Array,
     call: CallIndices,
-    staged: dict[str, NewTokens] | None,
+    staged: Mapping[str, Family] | None,
     config: DSV4Config,
     *,
     targets: tuple[int, ...] = (),
@@ -88,7 +89,7 @@ def run_layers(
       token_ids: i32[T].
       call: the call's indices.
       staged: None commits the call's tokens layer by layer. Else it receives them, by attention
-        type, stacked [L, ...], and rings and states stay as they were.
+        type, and rings and states stay as they were; layers may be separate where all are unrolled.
       config: the model.
       targets: layers, ascending, after which a DSpark draft reads the streams.
     """
@@ -127,7 +128,7 @@ def start_residual(streams: jax.Array) -> Residual:
     return Residual.start(take_rows(streams, rows_of_a_device(streams.shape[0])))
 
 
-Carry = tuple[ModelCache, dict[str, NewTokens] | None, Residual, jax.Array | None]
+Carry = tuple[ModelCache, Mapping[str, Family] | None, Residual, jax.Array | None]
 """Cache, staged rows, residual and, with `index_reuse`, what the last CSA layer selected."""
 
 
@@ -157,7 +158,7 @@ def _run_segment(
                 )
             if handle.selected is not None:
                 selected = handle.selected
-            carry = (*keep(cache, staged, handle, new), residual, selected)
+            carry = (*keep(cache, staged, handle, new, family_idx), residual, selected)
         return carry, None
 
     if segment.repeats == 1 or not stacked:
@@ -169,10 +170,11 @@ def _run_segment(
 
 def keep(
     cache: ModelCache,
-    staged: dict[str, NewTokens] | None,
+    staged: Mapping[str, Family] | None,
     handle: LayerCacheHandle,
     new: NewTokens | None,
-) -> tuple[ModelCache, dict[str, NewTokens] | None]:
+    layer: jax.Array | int,
+) -> tuple[ModelCache, Mapping[str, Family] | None]:
     """Commits a layer's new tokens, or stages them for a later commit; None has nothing to keep."""
     if new is None:
         return cache.with_layer(handle), staged
@@ -180,10 +182,7 @@ def keep(
         state = commit_tokens(handle.state, new, handle.call, layer=handle.layer)
         return cache.with_layer(dataclasses.replace(handle, state=state)), None
     attn = handle.schema.attn_type
-    family = jax.tree.map(
-        lambda stack, tokens: stack.at[handle.layer].set(tokens), staged[attn], new
-    )
-    return cache.with_layer(handle), {**staged, attn: family}
+    return cache.with_layer(handle), {**staged, attn: put_layer(staged[attn], layer, new)}
 
 
 def head(

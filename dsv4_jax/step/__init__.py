@@ -2,6 +2,8 @@
 
     prefill, decode    for a loop of one's own
     step               what these have in common; staged steps, which may be taken back
+    serve_values       what the step of the engine is given and gives back
+    check_drafts       which drafts are checked, and how many are what is drawn
     serve_step         the engine's: any mix of prompts, tokens and drafts, with their draws
     decode_steps       several decode steps of the engine in one call
     draft_ahead        drafts of an MTP block

@@ -13,7 +13,8 @@ from dsv4_jax.mesh import BY_ROW, on_mesh
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.runtime import decode_options
-from dsv4_jax.step.serve_step import ServeInput, ServeOutput, fill_in, plain_decode_step
+from dsv4_jax.step.serve_step import plain_decode_step
+from dsv4_jax.step.serve_values import ServeInput, ServeOutput, fill_in
 from dsv4_jax.step.step import check_call
 
 

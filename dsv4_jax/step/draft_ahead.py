@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 
 from dsv4_jax.cache.commit import commit_tokens
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.model_cache import ModelCache
-from dsv4_jax.cache.new_tokens import NewTokens
+from dsv4_jax.cache.new_tokens import Family, put_layer
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.cache.step_input import StepInput, index_call
 from dsv4_jax.config import DSV4Config
@@ -25,7 +27,7 @@ from pallas_kernels.common.call import CallIndices
 def draft_ahead(
     params: DSV4Params,
     cache: ModelCache,
-    new_tokens: dict[str, NewTokens],
+    new_tokens: Mapping[str, Family],
     kept: CallIndices,
     next_token_ids: jax.Array,
     streams: jax.Array,
@@ -34,7 +36,7 @@ def draft_ahead(
     *,
     config: DSV4Config,
     draft_tokens: int,
-) -> tuple[dict[str, NewTokens], jax.Array]:
+) -> tuple[Mapping[str, Family], jax.Array]:
     """Guesses the tokens that follow each row's last kept one.
 
     What the draft block appends of kept tokens joins what the trunk staged. What it appends beyond
@@ -63,9 +65,7 @@ def draft_ahead(
         params, streams, next_token_ids, cache.layer(swa, family_idx, kept), config
     )
     assert new is not None
-    family = jax.tree.map(
-        lambda stack, tokens: stack.at[family_idx].set(tokens), new_tokens[swa.value], new
-    )
+    family = put_layer(new_tokens[swa.value], family_idx, new)
     last = jnp.maximum(kept.row_offsets + kept.row_counts - 1, 0)
     first_layer = jnp.asarray(0, jnp.int32)
     own = jax.tree.map(lambda plane: plane[family_idx][None], cache.state[swa.value])

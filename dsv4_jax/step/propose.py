@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 
 from dsv4_jax.cache.draft_blocks import Blocks
 from dsv4_jax.cache.model_cache import ModelCache
-from dsv4_jax.cache.new_tokens import NewTokens
+from dsv4_jax.cache.new_tokens import Family, put_layer
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import draft_layers
 from dsv4_jax.config.layer_types import AttentionType
@@ -22,11 +24,11 @@ _SWA = AttentionType.SWA.value
 def stage_context(
     params: DSV4Params,
     cache: ModelCache,
-    new_tokens: dict[str, NewTokens],
+    new_tokens: Mapping[str, Family],
     call: CallIndices,
     means: jax.Array,
     config: DSV4Config,
-) -> dict[str, NewTokens]:
+) -> Mapping[str, Family]:
     """Joins what the stages keep of a call's tokens to what the trunk staged.
 
     Which of them are kept is not known yet, and does not matter: an entry depends on its own token.
@@ -41,13 +43,10 @@ def stage_context(
 
     Source: dspark.md section 3.
     """
-    first = draft_layers(config)[0].family_idx
+    family = new_tokens[_SWA]
     own = context_tokens(params, means, call.positions, cache.state[_SWA], config)
-    family = jax.tree.map(
-        lambda stack, tokens: stack.at[first : first + tokens.shape[0]].set(tokens),
-        new_tokens[_SWA],
-        own,
-    )
+    for layer, new in zip(draft_layers(config), own, strict=True):
+        family = put_layer(family, layer.family_idx, new)
     return {**new_tokens, _SWA: family}
 
 

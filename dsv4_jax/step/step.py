@@ -15,7 +15,7 @@ from dsv4_jax import checks
 from dsv4_jax.cache.commit import Staged, advance
 from dsv4_jax.cache.empty_cache import check_cache
 from dsv4_jax.cache.model_cache import ModelCache
-from dsv4_jax.cache.new_tokens import empty_staged
+from dsv4_jax.cache.new_tokens import empty_staged, stacked
 from dsv4_jax.cache.shardings import STAGED
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
@@ -119,7 +119,10 @@ def stage_step(
     )
     assert new_tokens is not None
     logits = trunk_logits(params, mask_rows(streams, call.segment_ids >= 0), config)
-    return cache, Staged(new_tokens=new_tokens, call=call), logits[:num_tokens]
+    staged = Staged(
+        new_tokens={attn: stacked(family) for attn, family in new_tokens.items()}, call=call
+    )
+    return cache, staged, logits[:num_tokens]
 
 
 def pad_tokens(step_input: StepInput) -> StepInput:

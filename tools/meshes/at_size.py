@@ -36,7 +36,8 @@ from dsv4_jax.mesh import shardings_of
 from dsv4_jax.peers import peer_buffer_shapes
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
 from dsv4_jax.step.sampling import MAX_LOGIT_BIAS, stack_sampling
-from dsv4_jax.step.serve_step import ServeOutput, jit_serve_step
+from dsv4_jax.step.serve_step import jit_serve_step
+from dsv4_jax.step.serve_values import ServeOutput
 from pallas_kernels.common.backend import forbid_fallbacks
 from tools import aot, aot_figures
 from tools.step_at_size import _serve_input, chosen_config

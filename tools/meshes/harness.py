@@ -15,7 +15,8 @@ import dsv4_jax as ds
 from dsv4_jax.cache.snapshots import SnapshotPlan, init_snapshot_store
 from dsv4_jax.mesh import shardings_of
 from dsv4_jax.peers import make_peer_buffers
-from dsv4_jax.step.serve_step import ServeInput, jit_plain_decode_step, jit_serve_step
+from dsv4_jax.step.serve_step import jit_plain_decode_step, jit_serve_step
+from dsv4_jax.step.serve_values import ServeInput
 from helpers.configs import scanned
 
 DEVICES = 8

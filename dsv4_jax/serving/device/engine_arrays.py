@@ -38,13 +38,8 @@ from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.step.decode_steps import jit_plain_decode_steps
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
 from dsv4_jax.step.sampling import FullSampling
-from dsv4_jax.step.serve_step import (
-    ServeInput,
-    ServeOutput,
-    jit_plain_decode_step,
-    jit_save_reached,
-    jit_serve_step,
-)
+from dsv4_jax.step.serve_step import jit_plain_decode_step, jit_save_reached, jit_serve_step
+from dsv4_jax.step.serve_values import ServeInput, ServeOutput
 
 _COMPILED_AT_ONCE = 4
 """Programs; XLA takes a GB or so of the host's memory for a step of all layers."""

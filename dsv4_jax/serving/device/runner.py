@@ -33,7 +33,7 @@ from dsv4_jax.serving.schedule.snapshot_policy import Boundary
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.step.draws import Logprobs
 from dsv4_jax.step.sampling import MAX_LOGIT_BIAS, SamplingParams, stack_sampling
-from dsv4_jax.step.serve_step import FIRST_DRAFT, LAST_DRAWN
+from dsv4_jax.step.serve_values import FIRST_DRAFT, LAST_DRAWN
 from pallas_kernels.common.weights import is_quantized
 
 _IDLE = SamplingParams()

@@ -10,13 +10,8 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.cache.snapshots import SnapshotPlan
 from dsv4_jax.step.decode_steps import jit_plain_decode_steps
-from dsv4_jax.step.serve_step import (
-    LAST_DRAWN,
-    ServeInput,
-    ServeOutput,
-    jit_plain_decode_step,
-    jit_serve_step,
-)
+from dsv4_jax.step.serve_step import jit_plain_decode_step, jit_serve_step
+from dsv4_jax.step.serve_values import LAST_DRAWN, ServeInput, ServeOutput
 from helpers.serving import CONFIG, params, prompt
 
 ROWS, STEPS = 4, 6

@@ -10,7 +10,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.allocator.checksums import scan_rows
-from dsv4_jax.step.serve_step import verify_drafts
+from dsv4_jax.step.check_drafts import verify_drafts
 from helpers import slow
 from helpers.serving import CONFIG, prompt
 
