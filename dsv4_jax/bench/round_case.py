@@ -107,6 +107,7 @@ class RoundCase:
             snapshots=SnapshotPlan(
                 rows=rows, ends=jnp.zeros_like(rows), places=jnp.full(batch, -1, jnp.int32)
             ),
+            least_survival=jnp.zeros(batch) if count > 1 else None,  # all drafts are checked
         )
 
     def random_input(self, config: DSV4Config, count: int) -> ServeInput:
@@ -134,12 +135,16 @@ class RoundCase:
         empty = ServeOutput.empty(
             self.batch, draft_tokens, config.vocab_size, has_confidence=draft_tokens > 0
         )
-        columns = empty.columns.at[:, 0].set(self.first_tokens(config))
-        columns = columns.at[:, 1 : draft_tokens + 1].set(-1)
         rng = np.random.default_rng(self.batch + 1)
         drafts = rng.integers(0, config.vocab_size, (self.batch, draft_tokens))
-        columns = columns.at[:, draft_tokens + 2 : -1].set(drafts.astype(np.int32))
-        return dataclasses.replace(empty, columns=columns)
+        drawn = jnp.asarray(self.first_tokens(config))[:, None]
+        return ServeOutput.of(
+            jnp.pad(drawn, ((0, 0), (0, draft_tokens)), constant_values=-1),
+            jnp.ones(self.batch, jnp.int32),
+            jnp.asarray(drafts, jnp.int32),
+            empty.logprobs,
+            confidence=empty.confidence,
+        )
 
 
 def usual_stages(config: DSV4Config) -> DSparkConfig:

@@ -1,6 +1,7 @@
 """Rounds of drafts: what they read, what they are given, and that teaching is exact."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -10,11 +11,12 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.bench import round_floor, round_parts, round_report, rounds
-from dsv4_jax.bench.round_case import RoundCase, taught_inputs, usual_stages
+from dsv4_jax.bench.round_case import RoundCase, shapes_of, taught_inputs, usual_stages
 from dsv4_jax.bench.round_programs import Model
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cli import main
 from dsv4_jax.model.weight_sizes import walk_weights
+from dsv4_jax.step.serve_step import serve_step
 from pallas_kernels.common.weights import is_quantized
 
 pytestmark = pytest.mark.unoptimised
@@ -103,6 +105,24 @@ def test_taught_rounds_follow_each_other(kept):
         np.testing.assert_array_equal(right, [[place <= kept for place in range(6)]] * 2)
         np.testing.assert_array_equal(given.num_checked, [6, 6])
         np.testing.assert_array_equal(given.step.request_ids, [0] * 6 + [1] * 6)
+
+
+@pytest.mark.parametrize("given", ["round_input", "random_input"])
+def test_a_round_gives_what_the_next_one_is_given(given):
+    """Shapes of all that goes round: one program runs them all."""
+    one = case()
+    params = ds.unstack_layers(ds.model.param_shapes(TINY, jnp.bfloat16))
+    cache = one.cache_shapes(TINY)
+    store = jax.eval_shape(one.store, cache)
+    serve_input = one.round_input() if given == "round_input" else one.random_input(TINY, 6)
+    last = one.output(TINY, 5)
+    *pools, output = jax.eval_shape(
+        functools.partial(serve_step, config=TINY, draft_tokens=5),
+        params, cache, store, serve_input, last,
+    )  # fmt: skip
+    wanted = shapes_of((cache, store, last))
+    assert jax.tree.structure((*pools, output)) == jax.tree.structure(wanted)
+    assert shapes_of((*pools, output)) == wanted
 
 
 def test_rounds_leave_room_for_all_that_they_may_keep():
