@@ -35,6 +35,7 @@ SUBCOMMANDS = {
     "sweep",
     "bench",
     "decode",
+    "experts",
     "kernels",
     "prefill",
     "serve",
