@@ -125,6 +125,15 @@ class RoundCase:
         row = np.concatenate([[LAST_DRAWN], drafts])
         return self.step_input(np.tile(row, (self.batch, 1)))
 
+    def alone_input(self) -> ServeInput:
+        """Of a round without drafts: what the round before drew, and padding in their places."""
+        given = self.round_input()
+        place = jnp.arange(self.batch * self.row_tokens) % self.row_tokens
+        step = dataclasses.replace(
+            given.step, request_ids=jnp.where(place > 0, -1, given.step.request_ids)
+        )
+        return dataclasses.replace(given, step=step, num_checked=jnp.ones(self.batch, jnp.int32))
+
     def first_tokens(self, config: DSV4Config) -> np.ndarray:
         """i32[B], random."""
         rng = np.random.default_rng(self.batch)

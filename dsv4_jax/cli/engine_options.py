@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.inventory import read_inventory
-from dsv4_jax.cli.arguments import add_drafts, add_fields, chosen_fields
+from dsv4_jax.cli.arguments import add_fields, chosen_fields
 from dsv4_jax.cli.memory import Loading, check_engine_memory
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.rules import rules_of
@@ -52,7 +52,13 @@ def add_engine_options(parser: argparse.ArgumentParser, *, serves: bool = False)
         choices=("bfloat16", "float32"),
         help="of activations; if not given, that of decoded weights, or else bfloat16",
     )
-    add_drafts(parser, "that of the checkpoint, if --draft-tokens asks for it")
+    parser.add_argument(
+        "--drafts",
+        choices=("auto", "off"),
+        help="auto: as many as the draft of the checkpoint guesses at once, of DSpark stages those "
+        "that are likely enough to be kept, and none of a checkpoint without a draft; off: none, "
+        "whatever config and files say; if not given, as many as --draft-tokens says",
+    )
 
 
 def find_model(
@@ -60,33 +66,38 @@ def find_model(
 ) -> tuple[pathlib.Path, DSV4Config]:
     """The checkpoint's directory, and the config of what is loaded of it.
 
-    A draft is loaded if --draft-tokens asks for it. One that does not agree with the config is
-    refused in any case, unless there is --drafts off.
+    A draft is loaded if --draft-tokens or --drafts auto asks for it. One that does not agree with
+    the config is refused in any case, unless there is --drafts off.
 
     Args:
-      args: with the options of `add_checkpoint` and `add_engine_options`.
+      args: with the options of `add_checkpoint` and `add_engine_options`; --drafts auto sets
+        `draft_tokens` and `draft_cut`.
       needs_tokenizer: as of `find_checkpoint`.
 
     Raises:
       FileNotFoundError: there is no such directory, or it lacks a config.
       ValueError: it cannot be read, it has no draft for --draft-tokens or none of so many, or these
-        are given together with --steps-per-call or --drafts off.
+        are given together with --steps-per-call or --drafts.
     """
     drafts = args.drafts != "off"
-    if args.draft_tokens and not drafts:
+    if args.draft_tokens and args.drafts is not None:
+        does = "chooses how many" if drafts else "loads no draft"
         raise ValueError(
-            f"--drafts off loads no draft, got --draft-tokens {args.draft_tokens} too; leave one "
+            f"--drafts {args.drafts} {does}, got --draft-tokens {args.draft_tokens} too; leave one "
             "of them out"
         )
-    if args.draft_tokens and args.steps_per_call > 1:
+    if (args.draft_tokens or args.drafts == "auto") and args.steps_per_call > 1:
+        given = f"--draft-tokens {args.draft_tokens}" if args.draft_tokens else "--drafts auto"
         raise ValueError(
-            f"--steps-per-call {args.steps_per_call} makes steps without drafts, got "
-            f"--draft-tokens {args.draft_tokens} too; leave one of them out"
+            f"--steps-per-call {args.steps_per_call} makes steps without drafts, got {given} too; "
+            "leave one of them out"
         )
     folder = find_checkpoint(
         args.checkpoint, revision=args.revision, needs_tokenizer=needs_tokenizer, drafts=drafts
     )
     config = _find_config(args, folder, drafts)
+    if args.drafts == "auto":
+        args.draft_tokens, args.draft_cut = auto_drafts(config)
     if args.draft_tokens and not config.has_draft:
         raise ValueError(
             f"--draft-tokens {args.draft_tokens} needs a draft, and {folder} has none; leave it out"
@@ -108,8 +119,19 @@ def _find_config(args: argparse.Namespace, folder: pathlib.Path, drafts: bool) -
             folder,
             follow_links=args.follow_links,
             text_only=True,
-            drafts=args.draft_tokens > 0,
+            drafts=args.draft_tokens > 0 or args.drafts == "auto",
         )
+
+
+def auto_drafts(config: DSV4Config) -> tuple[int, bool]:
+    """How many drafts --drafts auto takes, and whether they are cut.
+
+    A block of DSpark stages, cut by their confidences. One of an MTP block, which was trained to
+    guess one token and does not say how sure it is.
+    """
+    if config.dspark is not None:
+        return config.dspark.block_size, True
+    return config.num_mtp_layers, False
 
 
 def build_engine(

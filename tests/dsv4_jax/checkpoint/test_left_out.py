@@ -12,7 +12,10 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.checkpoint import LeftOutWarning, convert_checkpoint
 from dsv4_jax.cli import main, make_parser
+from dsv4_jax.cli.arguments import chosen_fields
 from dsv4_jax.cli.engine_options import build_engine, find_model
+from dsv4_jax.config.write_json import write_config
+from dsv4_jax.serving.options import EngineOptions
 from helpers.checkpoints import read_tensors, released_tensors
 from helpers.dspark import (
     DRAFT,
@@ -329,7 +332,12 @@ def test_drafts_are_asked_for_before_anything_is_loaded(tmp_path):
     for words, message in (
         (("--draft-tokens", "6"), "--draft-tokens must be at most 5, which the draft of"),
         (("--draft-tokens", "1", "--drafts", "off"), "--drafts off loads no draft, .*-tokens 1"),
+        (
+            ("--draft-tokens", "1", "--drafts", "auto"),
+            "--drafts auto chooses how many, got",
+        ),
         (("--draft-tokens", "1", "--steps-per-call", "2"), "--steps-per-call 2 makes steps"),
+        (("--drafts", "auto", "--steps-per-call", "2"), "without drafts, got --drafts auto too"),
     ):
         with pytest.raises(ValueError, match=message):
             find_model(words_of(folder, *words))
@@ -338,6 +346,23 @@ def test_drafts_are_asked_for_before_anything_is_loaded(tmp_path):
     assert find_model(words_of(trunk)) == (trunk, TRUNK)
     with pytest.raises(ValueError, match=r"--draft-tokens 1 needs a draft, and .*trunk has none"):
         find_model(words_of(trunk, "--draft-tokens", "1"))
+
+
+def test_drafts_auto_takes_what_the_draft_guesses(tmp_path):
+    """A block of stages, cut; one of an MTP block; and none without a draft."""
+    stages = write_dspark(tmp_path / "stages")
+    mtp = dataclasses.replace(TRUNK, num_mtp_layers=1)
+    one = write_checkpoint(tmp_path / "mtp", write_config(mtp), released_tensors(mtp))
+    none = write_checkpoint(tmp_path / "none", write_config(TRUNK), released_tensors(TRUNK))
+    for folder, config, chosen in (
+        (stages, WITH_STAGES, (5, True)),
+        (one, mtp, (1, False)),
+        (none, TRUNK, (0, False)),
+    ):
+        args = words_of(folder, "--drafts", "auto")
+        assert find_model(args) == (folder, config)
+        fields = chosen_fields(args, EngineOptions)
+        assert (fields["draft_tokens"], fields["draft_cut"]) == chosen
 
 
 def test_a_draft_that_does_not_agree_is_refused_though_nobody_asked_for_it(tmp_path):
