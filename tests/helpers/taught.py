@@ -10,6 +10,7 @@ import numpy as np
 import dsv4_jax as ds
 from dsv4_jax.config.draft import DSparkConfig
 from helpers.dspark import CSA, DRAFT, HASH, LEARNED, SWA, TRUNK
+from helpers.serve import v4_tokenizer
 
 CONFIG = dataclasses.replace(TRUNK, dspark=dataclasses.replace(DRAFT, markov_rank=64))
 END, NOISE = 261, 258
@@ -77,5 +78,5 @@ def make_engine(config=CONFIG, model=None, **changes):
 
 
 def make_small(**changes):
-    """The same of the small model."""
-    return make_engine(SMALL, **changes)
+    """The same of the small model, whose one program has masks of grammars too."""
+    return make_engine(SMALL, **({"tokenizer": v4_tokenizer()} | changes))
