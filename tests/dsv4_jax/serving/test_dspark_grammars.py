@@ -45,9 +45,8 @@ def follows(name, text):
     other = '<｜DSML｜parameter name="s" string="true">[ab]</｜DSML｜parameter>\n'
     call = f'<｜DSML｜invoke name="f">\n{value}{other}</｜DSML｜invoke>\n'
     calls = f"<｜DSML｜tool_calls>\n({call})+</｜DSML｜tool_calls>"
-    return re.fullmatch(
-        f"(?s:.*){calls}" if name != "text and a call" else f"(?s:.*)({calls})?", text
-    )
+    times = "?" if name == "text and a call" else ""
+    return re.fullmatch(f"(?s:.*)({calls}){times}", text)
 
 
 def submit(engine, name, seed, **changes):

@@ -12,7 +12,7 @@ import dsv4_jax as ds
 from dsv4_jax.cache.commit import Staged
 from dsv4_jax.cache.new_tokens import empty_staged
 from dsv4_jax.config.layer_schedule import draft_layers
-from dsv4_jax.model import dspark, dspark_sequence
+from dsv4_jax.model import dspark_sequence
 from dsv4_jax.model.draft_params import dspark_shapes
 from dsv4_jax.model.forward import forward_means
 from dsv4_jax.model.params import leaf_spread
