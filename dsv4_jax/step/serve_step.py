@@ -165,6 +165,15 @@ jit_serve_step = jax.jit(
 )
 """`serve_step`, jitted; the old cache and store are gone, and so is `last`."""
 
+jit_serve_round = jax.jit(
+    serve_step,
+    static_argnames=("config", "draft_tokens", "activations"),
+    donate_argnames=("cache", "store", "last"),
+    keep_unused=True,
+    compiler_options=decode_options(),
+)
+"""The same for rows that only decode: on a GPU, launches that do not need each other overlap."""
+
 
 @on_mesh(("cache", BY_ROW))
 def plain_decode_step(

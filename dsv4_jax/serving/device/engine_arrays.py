@@ -38,7 +38,12 @@ from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.step.decode_steps import jit_plain_decode_steps
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
 from dsv4_jax.step.sampling import FullSampling
-from dsv4_jax.step.serve_step import jit_plain_decode_step, jit_save_reached, jit_serve_step
+from dsv4_jax.step.serve_step import (
+    jit_plain_decode_step,
+    jit_save_reached,
+    jit_serve_round,
+    jit_serve_step,
+)
 from dsv4_jax.step.serve_values import ServeInput, ServeOutput
 
 _COMPILED_AT_ONCE = 4
@@ -162,7 +167,8 @@ class EngineArrays:
         static: dict[str, Any] = {"config": plan.config, "activations": activations}
         program, pools = jit_plain_decode_step, (self.cache,)
         if not is_plain:
-            program, pools = jit_serve_step, (self.cache, self.store)
+            program = jit_serve_round if is_simple else jit_serve_step  # simple rows only decode
+            pools = self.cache, self.store
             static["draft_tokens"] = plan.draft_tokens
         elif num_steps is not None:
             program = jit_plain_decode_steps
