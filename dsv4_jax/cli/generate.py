@@ -112,6 +112,9 @@ def run(args: argparse.Namespace) -> int:
     if len(times) > warm:
         rate = (len(times) - warm) / (times[-1] - times[warm - 1])
         _note(f"{rate:.0f} tokens/s once compiled, at {times[warm - 1] - started:.1f} s")
+    if drafted := engine.metrics.drafted_at.get("1"):
+        kept = engine.metrics.accepted_tokens / drafted
+        _note(f"{1 + kept:.1f} tokens a round: of each round's drafts {kept:.1f} were kept")
     engine.close()
     return failed
 
