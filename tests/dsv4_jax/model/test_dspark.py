@@ -29,6 +29,7 @@ T, WINDOW = 40, CONFIG.sliding_window
 ANCHORS = (1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 23, T)
 F32 = get_cache_format("f32")
 
+jit_streams = jax.jit(ds.model.forward_streams, static_argnames="config")
 jit_means = jax.jit(forward_means, static_argnames=("target_layers", "config"))
 jit_entries = jax.jit(dspark_sequence.context_entries, static_argnames=("config", "fmt"))
 jit_guess = jax.jit(dspark_sequence.guess_block, static_argnames=("config", "fmt"))
@@ -168,7 +169,7 @@ def test_means_are_those_of_the_streams_after_the_target_layers(case):
             for kind, own in shapes.layers.items()
         }
         short = dataclasses.replace(params, layers=layers)
-        streams = ds.model.forward_streams(short, token_ids[None, :T], config=cut)
+        streams = jit_streams(short, token_ids[None, :T], config=cut)
         expected = np.asarray(streams[0], np.float64).mean(axis=-2)
         assert np.abs(means[:, number] - expected).max() < INTERMEDIATE
 
