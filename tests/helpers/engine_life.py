@@ -102,6 +102,8 @@ class Life:
         length = int(rows["length"])
         if length < len(text):
             return False
+        if length > len(request.known):  # drafts were kept, which the next step hands out
+            return False
         drawn = request.known.tolist()[len(text) :]
         self.check_rows(rows, rows_alone(text, drawn, length, options, self.plain))
         return True
