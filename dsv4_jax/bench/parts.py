@@ -165,7 +165,7 @@ def layers_of_kind(
     for spec, layer in zip(specs, layers, strict=False):
         handle = cache.layer(spec.attn, spec.family_idx, call, in_place=True)
         handle, new, residual = run_block(layer, residual, step_input.token_ids, handle, config)
-        cache, _ = keep(cache, None, handle, new, spec.family_idx)
+        cache, _ = keep(cache, None, handle, new)
     return cache, residual.written()
 
 

@@ -173,16 +173,19 @@ def keep(
     staged: Mapping[str, Family] | None,
     handle: LayerCacheHandle,
     new: NewTokens | None,
-    layer: jax.Array | int,
+    layer: jax.Array | int | None = None,
 ) -> tuple[ModelCache, Mapping[str, Family] | None]:
-    """Commits a layer's new tokens, or stages them for a later commit; None has nothing to keep."""
+    """Commits a layer's new tokens, or stages them for a later commit; None has nothing to keep.
+
+    `layer` is the handle's, static where tokens of layers are staged apart; None takes it as it is.
+    """
     if new is None:
         return cache.with_layer(handle), staged
     if staged is None:
         state = commit_tokens(handle.state, new, handle.call, layer=handle.layer)
         return cache.with_layer(dataclasses.replace(handle, state=state)), None
-    attn = handle.schema.attn_type
-    return cache.with_layer(handle), {**staged, attn: put_layer(staged[attn], layer, new)}
+    attn, index = handle.schema.attn_type, handle.layer if layer is None else layer
+    return cache.with_layer(handle), {**staged, attn: put_layer(staged[attn], index, new)}
 
 
 def head(

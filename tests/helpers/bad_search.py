@@ -18,6 +18,7 @@ LEFT_OUT = {
     "OriginalHandle": "a pytree, made by acquire; its methods check shapes: test_handle",
     "TokenStream": "made by Engine.stream",
     "Grammar": "tests/dsv4_jax/serving/test_grammars.py",
+    "Engine.submit_checked": "takes what AsyncEngine has checked by check_request",
     "AsyncStream": "made by AsyncEngine.submit",
     "read_batches": "takes streams of AsyncEngine",
     **dict.fromkeys(

@@ -156,7 +156,7 @@ def test_a_file_without_a_prompt_is_named(tmp_path, capsys):
         (["x" * 5000], "max_position_embeddings=4096"),
         (["x", "--temperature", "-1"], "temperature"),
         (["x", "--stop", ""], "stop_texts must be a list of texts, none empty"),
-        (["x", "--draft-tokens", "9"], "--draft-tokens: must be a whole number from 0 to 8"),
+        (["x", "--draft-tokens", "17"], "--draft-tokens: must be a whole number from 0 to 16"),
         (["x", "--steps-per-call", "0"], "--steps-per-call: must be a whole number from 1 to 64"),
         (
             ["x", "--steps-per-call", "4", "--draft-tokens", "1"],

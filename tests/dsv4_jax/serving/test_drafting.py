@@ -83,8 +83,12 @@ def test_any_number_of_drafts_changes_no_token(draft_tokens):
 
 
 def test_engines_that_cannot_draft_are_refused():
-    with pytest.raises(ValueError, match=r"draft_tokens must be 0\.\.8, got 9"):
+    with pytest.raises(ValueError, match=r"draft_tokens must be 0\.\.16, got 17"):
+        make_engine(draft_tokens=17)
+    with pytest.raises(ValueError, match=r"draft_tokens must be at most 8, .*, got 9"):
         make_engine(draft_tokens=9)
+    with pytest.raises(ValueError, match=r"draft_cut=True needs draft_tokens of DSpark stages"):
+        make_engine(draft_cut=True)
     without = dataclasses.replace(params(), mtp=None)
-    with pytest.raises(ValueError, match=r"draft_tokens=2 needs a draft \(MTP\) block"):
+    with pytest.raises(ValueError, match=r"draft_tokens=2 needs a draft \(an MTP block or"):
         ds.Engine(CONFIG, without, draft_tokens=2)

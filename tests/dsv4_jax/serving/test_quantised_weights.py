@@ -67,7 +67,8 @@ class Calls:
         self.forms.append((is_plain, activations))
         self.simple.append(is_simple)
         no_drafts = np.zeros((self.num_slots, 0), np.int32)
-        self.results.append(StepResult(np.full((self.num_slots, 1), 5), counts, no_drafts))
+        none = np.zeros(self.num_slots, np.int32)
+        self.results.append(StepResult(np.full((self.num_slots, 1), 5), counts, no_drafts, none))
 
 
 def engine_of(weights=None, **options):

@@ -199,7 +199,7 @@ def hand_out(requests, known, undo, drawn, texts):
     """Tokens of a step in which every request draws, and who ended."""
     running = Running({one.slot: one for one in requests}, known)
     places = np.arange(len(requests))
-    result = StepResult(drawn, None, None)
+    result = StepResult(drawn, None, None, None)
     step = HandOut(running, places, running.slots, result, 1.0, Metrics(), undo)
     with undo:
         return list(step.run(texts)), step.ended
@@ -280,7 +280,7 @@ def test_a_step_that_is_undone_leaves_texts_alone(first):
     hand_out([one], known, undo, np.int32([[first]]), texts)
     undo.__enter__()
     running = Running({0: one}, known)
-    result = StepResult(np.int32([[0xA9, ord("b")]]), None, None)
+    result = StepResult(np.int32([[0xA9, ord("b")]]), None, None, None)
     HandOut(running, np.arange(1), running.slots, result, 1.0, Metrics(), undo).run(texts)
     undo.roll_back()
     undo.forget()
