@@ -9,7 +9,7 @@ import pytest
 from helpers import taught
 from helpers.serving import prompt, run_to_end
 
-pytestmark = pytest.mark.compiles_for_others
+pytestmark = [pytest.mark.slow, pytest.mark.compiles_for_others]
 
 BLOCK = taught.SMALL.dspark.block_size
 WANTED = {"max_new_tokens": 30, "stop_token_ids": ()}

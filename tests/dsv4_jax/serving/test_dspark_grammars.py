@@ -14,7 +14,7 @@ from helpers import taught
 from helpers.serve import added_ids, v4_tokenizer
 from helpers.serving import prompt, run_to_end
 
-pytestmark = pytest.mark.compiles_for_others
+pytestmark = [pytest.mark.slow, pytest.mark.compiles_for_others]
 
 TOKENIZER = v4_tokenizer()
 BLOCK = taught.SMALL.dspark.block_size

@@ -12,7 +12,7 @@ from helpers.engine_life import Life
 from helpers.schedules import assert_same_bytes
 from helpers.serving import limit, prompt, rows_of, run_to_end
 
-pytestmark = pytest.mark.compiles_for_others
+pytestmark = [pytest.mark.slow, pytest.mark.compiles_for_others]
 
 WANTED = {"max_new_tokens": 150, "stop_token_ids": ()}
 

@@ -16,7 +16,7 @@ from helpers.serving import prompt, rows_at, run_to_end
 from pallas_kernels.common.formats import get_cache_format
 
 SPEC, LENGTH = taught.CONFIG.dspark, 176
-pytestmark = pytest.mark.compiles_for_others
+pytestmark = [pytest.mark.slow, pytest.mark.compiles_for_others]
 
 
 @functools.partial(jax.jit, static_argnames="cache_format")
