@@ -89,7 +89,8 @@ def add_arguments(steps: argparse.ArgumentParser) -> None:
         "--drafts",
         type=whole(1, 16),
         help="time rounds that check so many drafts of DSpark stages, whole, in parts and by how "
-        "many they keep, beside plain steps; --quick times the two alone",
+        "many they keep, beside plain steps, and with --quick the two alone; if not given, steps "
+        "without drafts",
     )
 
 
