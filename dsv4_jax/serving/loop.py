@@ -309,7 +309,7 @@ class ServingLoop:
         after = before + kept
         self.queue.check_room(slots, after)
         shards.advance(slots, kept)
-        if self._options.draft_tokens:
+        if result.num_drafts is not None:
             self.metrics.count_drafts(result.num_drafts[slots], kept - rows.num_appended[alive])
         for row in (after // size > before // size).nonzero()[0].tolist():
             request = flight.running[int(slots[row])]

@@ -40,12 +40,12 @@ _IDLE = SamplingParams()
 
 
 class StepResult(NamedTuple):
-    """What a step gave, in NumPy; fields as in `ServeOutput`."""
+    """What a step gave, in NumPy; fields as in `ServeOutput`, `num_drafts` with drafts alone."""
 
     token_ids: np.ndarray
     num_kept: np.ndarray
     draft_token_ids: np.ndarray
-    num_drafts: np.ndarray
+    num_drafts: np.ndarray | None
     logprobs: Logprobs | None = None
 
 
@@ -211,6 +211,10 @@ class StepRunner:
         self._bring_settings(running)
         asking = running.slots[running.wants_logprobs]
         wants_logprobs = len(asking) and bool(np.isin(rows.slots[rows.draws], asking).any())
+        least = ()
+        if (survivals := self._engine_plan.least_survival) is not None and not plan.is_plain:
+            count = max(1, int(rows.draws.sum()))  # what a draft is worth beside so many that draw
+            least = (np.full(num_slots, survivals[count - 1], np.float32),)
         launch = functools.partial(
             self.devices.launch,
             step,
@@ -218,7 +222,7 @@ class StepRunner:
             checked,
             following,
             num_steps if plan.num_steps > 1 else None,
-            self._least_survival(plan),
+            *least,
             is_plain=plan.is_plain,
             is_simple=self.simplifies and running.is_simple and self._only_decodes(plan),
             activations=self._prefill_activations if plan.holds_prompts else self._activations,
@@ -227,14 +231,6 @@ class StepRunner:
         if plan.is_plain and len(rows) and fed.all():
             self._repeated = plan, launch.args, launch.keywords
         return launch
-
-    def _least_survival(self, plan: StepPlan) -> np.ndarray | None:
-        """f32[NS], the same of all rows: what a draft is worth beside so many that draw."""
-        table = self._engine_plan.least_survival
-        if table is None or plan.is_plain:
-            return None
-        count = max(1, int(plan.rows.draws.sum()))
-        return np.full(self._num_slots, table[count - 1], np.float32)
 
     def bring_masks(self, plan: StepPlan, running: Running) -> None:
         """Brings what the step may draw, where grammars say so; `run` takes it from there.
@@ -370,8 +366,10 @@ class StepRunner:
 
         def read() -> StepResult:
             output = self.devices.read(self._num_launched - number)
-            fields = output.token_ids, output.num_kept, output.draft_token_ids, output.num_drafts
-            return StepResult(*map(np.asarray, fields), logprobs=output.logprobs)
+            fields = output.token_ids, output.num_kept, output.draft_token_ids
+            checked = np.asarray(output.num_drafts) if self.draft_tokens else None
+            drawn, kept, drafts = map(np.asarray, fields)
+            return StepResult(drawn, kept, drafts, checked, output.logprobs)
 
         return read
 

@@ -200,6 +200,7 @@ def calls(engine, request_id, stream):
     """Every public method, as a call that would change something."""
     return {
         "submit": lambda: engine.submit([1, 2], max_new_tokens=2),
+        "submit_checked": lambda: engine.submit_checked(None, [1]),
         "submit_many": lambda: engine.submit_many([1, 2], 2, max_new_tokens=2),
         "fork": lambda: engine.fork(request_id, seed=1),
         "cancel": lambda: engine.cancel(request_id),

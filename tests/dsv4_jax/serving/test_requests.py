@@ -110,7 +110,7 @@ def test_what_can_never_be_served_is_refused_at_submission(engine, text, options
         ),
         ({"prefill_tokens": (0, 24)}, "prefill_tokens must be at least 1, got 0"),
         ({"decode_tokens": 0}, "decode_tokens must be at least 1, got 0"),
-        ({"draft_tokens": -1}, r"draft_tokens must be 0\.\.8"),
+        ({"draft_tokens": -1}, r"draft_tokens must be 0\.\.16"),
         ({"memory_bytes": 10}, "memory_bytes=10 is too little"),
         ({"memory_bytes": 10, "gpu_memory_fraction": 0.5}, "not both"),
         ({"gpu_memory_fraction": 0.5}, "needs a device that reports its memory"),

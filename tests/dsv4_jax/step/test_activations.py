@@ -10,7 +10,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cache.snapshots import SnapshotPlan
-from dsv4_jax.model import draft, forward
+from dsv4_jax.model import forward, mtp
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.step import decode, prefill, serve_step, step
 from helpers import serving, tolerance
@@ -100,7 +100,7 @@ def test_layers_get_weights_of_that_form(function, monkeypatch):
         (serve_step, "run_step"),
         (serve_step, "run_layers"),
         (forward, "embed"),
-        (draft, "draft_input"),
+        (mtp, "draft_input"),
     ):
         monkeypatch.setattr(module, name, layers)
     more = {"config": CONFIG} | MORE.get(function, {})
