@@ -187,10 +187,12 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Every field becomes a checked, plain, immutable value."""
+        given = self.prefill_tokens
         check_fields(self)
         sizes = self.prefill_tokens
         if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes))):
-            checks.refuse("prefill_tokens", "ascending sizes", sizes)
+            shown = given if isinstance(given, list) else sizes
+            checks.refuse("prefill_tokens", "ascending sizes", shown)
         if self.steps_per_call > 1 and (self.draft_tokens or self.decode_tokens is not None):
             given = {
                 "draft_tokens": self.draft_tokens or None,
