@@ -181,11 +181,8 @@ class Metrics:
         """Counts a step's drafts: i32[n] of each row."""
         self.drafted_tokens += int(checked.sum())
         self.accepted_tokens += int(kept.sum())
-        for counter, numbers in ((self.drafted_at, checked), (self.accepted_at, kept)):
-            # A row with n drafts has one at each of the places 1 to n.
-            rows = np.bincount(numbers)[::-1].cumsum()[::-1][1:].tolist()
-            for depth, count in enumerate(rows, 1):
-                counter[str(depth)] = counter.get(str(depth), 0) + count
+        self.drafted_at = _with_depths(self.drafted_at, checked)
+        self.accepted_at = _with_depths(self.accepted_at, kept)
 
     def watch(self, read: Callable[[], Gauges]) -> None:
         """What a method gives is what holds, as long as its object lives."""
@@ -214,6 +211,18 @@ class Metrics:
     def histograms(self) -> tuple[Histogram, ...]:
         """Those of its attributes that are histograms."""
         return tuple(value for value in vars(self).values() if isinstance(value, Histogram))
+
+
+def _with_depths(counts: Mapping[str, int], numbers: np.ndarray) -> dict[str, int]:
+    """New counts, with i32[n] drafts of rows: one with d drafts has one at each of 1 to d.
+
+    The old ones stay as they are, for a call that is taken back.
+    """
+    rows = np.bincount(numbers)[::-1].cumsum()[::-1][1:].tolist()
+    found = dict(counts)
+    for depth, count in enumerate(rows, 1):
+        found[str(depth)] = found.get(str(depth), 0) + count
+    return found
 
 
 def _constant(gauges: Gauges) -> Callable[[], Gauges]:
