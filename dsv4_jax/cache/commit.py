@@ -86,7 +86,6 @@ def commit_layers(
             state[attn] = _commit_stack(state[attn], family, kept)
             continue
         for layer, new in enumerate(family):
-            assert new is not None
             index = jnp.asarray(layer, jnp.int32)
             state[attn] = commit_tokens(state[attn], new, kept, layer=index)
     return advance(dataclasses.replace(cache, state=state), kept)

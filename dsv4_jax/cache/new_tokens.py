@@ -100,7 +100,7 @@ def empty_new_tokens(schema: LayerCacheSchema, num_tokens: int, *, num_layers: i
     )
 
 
-type Family = NewTokens | tuple[NewTokens | None, ...]
+type Family = NewTokens | tuple[NewTokens, ...]
 """Tokens of the layers of an attention type: stacked [L, T, ...], or those of each layer.
 
 A step whose layers are scanned writes into a stack; one that unrolls them keeps each layer's tokens
@@ -108,9 +108,12 @@ as they are, and spares the writing.
 """
 
 
-def separate_layers(state: Mapping[str, StateCachePool]) -> dict[str, Family]:
-    """A place for the tokens of each layer, by attention type; nothing is in them."""
-    return {attn: (None,) * pool.num_layers for attn, pool in state.items()}
+def separate_layers(state: Mapping[str, StateCachePool], num_tokens: int) -> dict[str, Family]:
+    """`empty_staged`, each layer's tokens for themselves."""
+    return {
+        attn: (jax.tree.map(lambda leaf: leaf[0], stack),) * state[attn].num_layers
+        for attn, stack in empty_staged(state, num_tokens).items()
+    }
 
 
 def put_layer(family: Family, index: jax.Array | int, new: NewTokens) -> Family:
@@ -125,6 +128,4 @@ def stacked(family: Family) -> NewTokens:
     """The same tokens, stacked."""
     if isinstance(family, NewTokens):
         return family
-    layers = [new for new in family if new is not None]
-    assert len(layers) == len(family)
-    return jax.tree.map(lambda *tokens: jnp.stack(tokens), *layers)
+    return jax.tree.map(lambda *tokens: jnp.stack(tokens), *family)

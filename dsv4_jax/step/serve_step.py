@@ -238,7 +238,7 @@ jit_save_reached = jax.jit(save_reached, donate_argnames="store")
 def _blank_staged(params: DSV4Params, cache: ModelCache, num_tokens: int) -> Mapping[str, Family]:
     """What receives a call's tokens: of separate layers each for itself."""
     if all(isinstance(layers, tuple) for layers in params.layers.values()):
-        return separate_layers(cache.state)
+        return separate_layers(cache.state, num_tokens)
     return empty_staged(cache.state, num_tokens)
 
 

@@ -1,18 +1,20 @@
 """The compiled serving step: everything donated, nothing copied, nothing written by idle rows."""
 
 import contextlib
+import functools
 import re
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.serving.device import engine_arrays
 from dsv4_jax.serving.schedule.scheduler import StepPlan
-from dsv4_jax.step.serve_step import jit_serve_step
-from helpers.serving import BUCKET, make_engine, params, prompt, rows_at
+from dsv4_jax.step.serve_step import jit_serve_step, serve_step
+from helpers.serving import BUCKET, SIZES, make_engine, params, prompt, rows_at
 
 
 def idle_call(engine):
@@ -42,6 +44,18 @@ def test_the_serving_step_donates_all_and_copies_no_leaf():
         (dtype, int(np.prod([int(n) for n in dims.split(",") if n]))) for dtype, dims in copies
     ]
     assert not [copy for copy in sizes if copy in leaves]
+
+
+def test_a_step_without_drafts_takes_a_cache_with_layers_of_a_draft():
+    """Unrolled too, where the draft's layer stages nothing."""
+    (params, cache, store, given, _), options = idle_call(make_engine())
+    options = options | {"draft_tokens": 0}
+    for weights in (params, ds.unstack_layers(params)):
+        made, _, output = jax.eval_shape(
+            functools.partial(serve_step, **options), weights, cache, store, given
+        )
+        assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, cache)
+        assert output.columns.shape == (SIZES["max_requests"], 3)
 
 
 def test_an_idle_step_changes_nothing():
