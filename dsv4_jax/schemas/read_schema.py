@@ -109,11 +109,8 @@ class _Reader:
             options = made.pop("oneOf")
             with self._leaving_out(pointer):
                 if not are_apart(options, shared):
-                    refuse(
-                        pointer,
-                        "must be of schemas that no value can be two of, as their types or a "
-                        "required property with a const show; or use anyOf",
-                    )
+                    rule = "must be of schemas that no value can be two of, as their types or a "
+                    refuse(pointer, rule + "required property with a const show; or use anyOf")
             _also(made, {"anyOf": options})
         return root, shared
 
