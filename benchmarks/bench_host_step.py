@@ -41,7 +41,7 @@ class InstantArrays:
         drafts = np.full((self._slots, width - 1), 7)
         checked = np.full((self._slots, 1), width - 1)
         columns = np.concatenate([drawn, kept[:, None], drafts, checked], axis=1).astype(np.int32)
-        output = ServeOutput(columns=columns, logprobs=None)
+        output = ServeOutput(columns=columns, logprobs=None, draft_tokens=width - 1)
         self._outputs.append(output)
         return output
 

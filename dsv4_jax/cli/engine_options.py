@@ -76,8 +76,8 @@ def find_model(
 
     Raises:
       FileNotFoundError: there is no such directory, or it lacks a config.
-      ValueError: it cannot be read, it has no draft for --draft-tokens or none of so many, or these
-        are given together with --steps-per-call or --drafts.
+      ValueError: it cannot be read, it has no draft for --draft-tokens or none of so many, or this
+        is given together with --drafts.
     """
     drafts = args.drafts != "off"
     if args.draft_tokens and args.drafts is not None:
@@ -85,12 +85,6 @@ def find_model(
         raise ValueError(
             f"--drafts {args.drafts} {does}, got --draft-tokens {args.draft_tokens} too; leave one "
             "of them out"
-        )
-    if (args.draft_tokens or args.drafts == "auto") and args.steps_per_call > 1:
-        given = f"--draft-tokens {args.draft_tokens}" if args.draft_tokens else "--drafts auto"
-        raise ValueError(
-            f"--steps-per-call {args.steps_per_call} makes steps without drafts, got {given} too; "
-            "leave one of them out"
         )
     folder = find_checkpoint(
         args.checkpoint, revision=args.revision, needs_tokenizer=needs_tokenizer, drafts=drafts

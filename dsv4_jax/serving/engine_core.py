@@ -79,7 +79,7 @@ class EngineCore:
         shared = {"texts": self._texts, "metrics": self.metrics, "undo": self._undo}
         self.loop = ServingLoop(runner, plan, **shared)
         self.requests: dict[int, Request] = {}
-        self._suspects = Suspects(2 * max(plan.draft_tokens + 1, plan.steps_per_call))
+        self._suspects = Suspects(2 * plan.call_tokens)
         self._next_id = 0
         self._lock = threading.Lock()
         self._holder: threading.Thread | None = None

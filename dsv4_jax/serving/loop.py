@@ -80,7 +80,7 @@ class ServingLoop:
         self.flight: Flight[StepResult] | None = None
         self.queue = RequestQueue(
             self._new_shards(),
-            step_tokens=max(plan.draft_tokens + 1, plan.steps_per_call),
+            step_tokens=plan.call_tokens,
             metrics=metrics,
             undo=undo,
         )
@@ -309,8 +309,8 @@ class ServingLoop:
         after = before + kept
         self.queue.check_room(slots, after)
         shards.advance(slots, kept)
-        if result.num_drafts is not None:
-            self.metrics.count_drafts(result.num_drafts[slots], kept - rows.num_appended[alive])
+        if result.num_drafts is not None and result.num_accepted is not None:
+            self.metrics.count_drafts(result.num_drafts[slots], result.num_accepted[slots])
         for row in (after // size > before // size).nonzero()[0].tolist():
             request = flight.running[int(slots[row])]
             token_ids = request.token_ids[: before[row] + num_tokens[row]]

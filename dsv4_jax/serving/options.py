@@ -72,7 +72,8 @@ class EngineOptions:
         progress, so that its prompt is read beside other tokens. A request makes fewer where it
         ends, or fills a block that a snapshot may follow. A call makes one step while a prompt is
         read, and while some request has penalties, a grammar or log-probabilities, or on a GPU more
-        than a temperature and min-p. Not with `decode_tokens` or `draft_tokens`.
+        than a temperature and min-p. With drafts each step checks them, and a request makes
+        single steps where a call that keeps them all would pass its end. Not with `decode_tokens`.
       grammars: requests may have grammars, if there is a tokenizer. The device then has a bit for
         every slot, token and draw of a step, 16 KB a draw for V4's vocabulary. Without them no step
         takes masks, and a request with a grammar is refused.
@@ -193,15 +194,10 @@ class EngineOptions:
         if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes))):
             shown = given if isinstance(given, list) else sizes
             checks.refuse("prefill_tokens", "ascending sizes", shown)
-        if self.steps_per_call > 1 and (self.draft_tokens or self.decode_tokens is not None):
-            given = {
-                "draft_tokens": self.draft_tokens or None,
-                "decode_tokens": self.decode_tokens,
-            }
-            shown = " and ".join(f"{name}={one}" for name, one in given.items() if one is not None)
+        if self.steps_per_call > 1 and self.decode_tokens is not None:
             raise ValueError(
-                f"steps_per_call={self.steps_per_call} needs the program that only decodes, and "
-                f"there is none with {shown}; leave one of them out"
+                f"steps_per_call={self.steps_per_call} needs steps that only decode, and there are "
+                f"none with decode_tokens={self.decode_tokens}; leave one of them out"
             )
         if self.memory_bytes is not None and self.gpu_memory_fraction is not None:
             raise ValueError(

@@ -66,6 +66,11 @@ class EnginePlan:
         return self.options.steps_per_call
 
     @property
+    def call_tokens(self) -> int:
+        """The most tokens that a call draws for a request: of all its steps, with all drafts."""
+        return self.steps_per_call * (self.draft_tokens + 1)
+
+    @property
     def data_shards(self) -> int:
         """Data shards of the mesh; 1 without one."""
         return 1 if self.mesh is None else mesh_sizes(self.mesh)[0]

@@ -41,8 +41,7 @@ def cut_drafts(
     first = call.row_offsets + call.row_counts - num_checked + 1
     here = jnp.clip(first[:, None] + order, 0, token_ids.shape[0] - 1)
     is_draft = order < num_checked[:, None] - 1
-    guessed = last.draft_token_ids[:, :draft_tokens]
-    is_known = jnp.all(~is_draft | (token_ids[here] == guessed), axis=1)
+    is_known = jnp.all(~is_draft | (token_ids[here] == last.draft_token_ids), axis=1)
     survival = jnp.cumprod(jax.nn.sigmoid(last.confidence), axis=1)
     is_worth = is_draft & ((survival >= least[:, None]) | ~is_known[:, None])
     cut = num_checked - 1 - jnp.sum(is_worth, axis=1, dtype=jnp.int32)

@@ -151,7 +151,7 @@ def serve_step(
         drafts,
         logprobs,
         last=last,
-        num_drafts=jnp.where(live, num_checked - 1, 0),
+        num_drafts=jnp.where(live, num_checked - 1, 0)[:, None],
         confidence=confidence,
     )
     return cache, store, output

@@ -34,7 +34,8 @@ class ServeInput:
       snapshots: boundaries to keep.
       counts: what rows have drawn before, for their penalties; None is nothing.
       masks: which tokens rows may draw, n at least what the step draws of a row; None is all.
-      num_steps: i32[B], steps that a row makes in `plain_decode_steps`; None elsewhere.
+      num_steps: i32[B], steps that a row makes in a call of several (`decode_steps.py`); None
+        elsewhere.
       least_survival: f32[B], of DSpark stages: drafts that the step before guessed are checked as
         far as the chance that all of them are kept is at least this; None, or 0, checks all.
     """
@@ -52,21 +53,22 @@ class ServeInput:
 
 @flax.struct.dataclass(kw_only=True)
 class ServeOutput:
-    """What a step gives back to the host.
+    """What a call of n steps gives back to the host; most calls are of one.
 
     Attributes:
-      columns: i32[B, 2n + 1], n drawn tokens, how many tokens of the call stay, n - 1 drafts, and
-        how many drafts were checked, side by side: one array goes to the host faster than four. n
-        is k + 1, or what `plain_decode_steps` draws.
+      columns: i32[B, n * (k + 2) + k + 1], what the properties below show, side by side: one array
+        goes to the host faster than four.
       logprobs: of the drawn tokens, [B, k + 1]; None where they were left on the device. Calls of
         several steps have none, and leave what was there.
       confidence: f32[B, k], of DSpark drafts the logit of the chance that each is kept if those
         before it are; None of others.
+      draft_tokens: k.
     """
 
     columns: jax.Array
     logprobs: Logprobs | None
     confidence: jax.Array | None = None
+    draft_tokens: int = flax.struct.field(pytree_node=False)
 
     @classmethod
     def of(
@@ -80,14 +82,23 @@ class ServeOutput:
         num_drafts: jax.Array | None = None,
         confidence: jax.Array | None = None,
     ) -> ServeOutput:
-        """Fields as the properties have them, widened to those of `last`, whose place it takes."""
-        if last is not None and (spare := last.token_ids.shape[1] - token_ids.shape[1]):
-            token_ids = jnp.pad(token_ids, ((0, 0), (0, spare)), constant_values=-1)
-            draft_token_ids = jnp.pad(draft_token_ids, ((0, 0), (0, spare)))
-        num_drafts = jnp.zeros_like(num_kept) if num_drafts is None else num_drafts
-        parts = [token_ids, num_kept[:, None], draft_token_ids, num_drafts[:, None]]
-        columns = jnp.concatenate(parts, axis=1)
-        return cls(columns=columns, logprobs=logprobs, confidence=confidence)
+        """Fields as the properties have them, widened to the steps of `last`, whose place it takes.
+
+        `num_drafts` of no step are zeros.
+        """
+        draft_tokens = draft_token_ids.shape[1]
+        num_steps = token_ids.shape[1] // (draft_tokens + 1)
+        if num_drafts is None:
+            num_drafts = jnp.zeros((len(num_kept), num_steps), jnp.int32)
+        if last is not None and (spare := last.num_steps - num_steps):
+            token_ids = jnp.pad(
+                token_ids, ((0, 0), (0, spare * (draft_tokens + 1))), constant_values=-1
+            )
+            num_drafts = jnp.pad(num_drafts, ((0, 0), (0, spare)))
+        columns = jnp.concatenate([token_ids, num_kept[:, None], draft_token_ids, num_drafts], 1)
+        return cls(
+            columns=columns, logprobs=logprobs, confidence=confidence, draft_tokens=draft_tokens
+        )
 
     @classmethod
     def empty(
@@ -105,40 +116,51 @@ class ServeOutput:
           num_rows: B.
           draft_tokens: k.
           vocab_size: of the model.
-          num_steps: the most that a call makes.
+          num_steps: n, the most that a call makes.
           has_confidence: the drafts are those of DSpark stages.
         """
         width = num_rows, draft_tokens + 1
         shape = (*width, min(MAX_LOGPROBS, vocab_size))
+        num_columns = num_steps * (draft_tokens + 2) + draft_tokens + 1
         return cls(
-            columns=jnp.zeros((num_rows, 2 * max(draft_tokens + 1, num_steps) + 1), jnp.int32),
+            columns=jnp.zeros((num_rows, num_columns), jnp.int32),
             logprobs=Logprobs(
                 drawn=jnp.zeros(width, jnp.float32),
                 token_ids=jnp.zeros(shape, jnp.int32),
                 top=jnp.zeros(shape, jnp.float32),
             ),
             confidence=jnp.zeros((num_rows, draft_tokens)) if has_confidence else None,
+            draft_tokens=draft_tokens,
         )
 
     @property
+    def num_steps(self) -> int:
+        """Steps of the call, n."""
+        return (self.columns.shape[1] - self.draft_tokens - 1) // (self.draft_tokens + 2)
+
+    @property
     def token_ids(self) -> jax.Array:
-        """i32[B, n], drawn tokens in order; -1 after the last one."""
-        return self.columns[:, : self.columns.shape[1] // 2]
+        """i32[B, n * (k + 1)], what each step drew in order, with -1 up to k + 1 tokens."""
+        return self.columns[:, : self._num_tokens]
 
     @property
     def num_kept(self) -> jax.Array:
         """i32[B], tokens of the call that stay in the cache."""
-        return self.columns[:, self.columns.shape[1] // 2]
+        return self.columns[:, self._num_tokens]
 
     @property
     def draft_token_ids(self) -> jax.Array:
-        """i32[B, n - 1], guesses at what follows the last drawn token; of k drafts."""
-        return self.columns[:, self.columns.shape[1] // 2 + 1 : -1]
+        """i32[B, k], guesses at what follows the last drawn token."""
+        return self.columns[:, self._num_tokens + 1 :][:, : self.draft_tokens]
 
     @property
     def num_drafts(self) -> jax.Array:
-        """i32[B], drafts of the call that were checked."""
-        return self.columns[:, -1]
+        """i32[B, n], drafts that each step checked."""
+        return self.columns[:, self._num_tokens + 1 + self.draft_tokens :]
+
+    @property
+    def _num_tokens(self) -> int:
+        return self.num_steps * (self.draft_tokens + 1)
 
 
 def fill_in(step_input: StepInput, last: ServeOutput | None) -> StepInput:
@@ -150,8 +172,8 @@ def fill_in(step_input: StepInput, last: ServeOutput | None) -> StepInput:
     """
     if last is None:
         return step_input
-    count = jnp.sum(last.token_ids >= 0, axis=1, dtype=jnp.int32)
-    place = jnp.maximum(count - 1, 0)[:, None]
+    order = jnp.arange(last.token_ids.shape[1], dtype=jnp.int32)
+    place = jnp.max(jnp.where(last.token_ids >= 0, order, 0), axis=1, keepdims=True)
     drawn = jnp.take_along_axis(last.token_ids, place, axis=1)
     # Column j is what stands for token id -1 - j.
     given = jnp.maximum(jnp.concatenate([drawn, last.draft_token_ids], axis=1), 0)

@@ -35,7 +35,7 @@ from dsv4_jax.mesh import gather, mesh_sizes, put, read, shardings_of
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.device.host_calls import every_process
 from dsv4_jax.serving.sizing import EnginePlan
-from dsv4_jax.step.decode_steps import jit_plain_decode_steps
+from dsv4_jax.step.decode_steps import jit_plain_decode_steps, jit_serve_rounds
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
 from dsv4_jax.step.sampling import FullSampling
 from dsv4_jax.step.serve_step import (
@@ -140,16 +140,17 @@ class EngineArrays:
         wants_logprobs: bool,
         only_compiles: bool = False,
     ) -> None:
-        """Launches `serve_step`, or plain steps; `read` waits for what that gives.
+        """Launches a step, or several; `read` waits for what they give.
 
         Args:
           step_input: as in `ServeInput`; `LAST_DRAWN` and so on are what the step before gave.
           snapshots: as in `ServeInput`.
           num_checked: the same.
           next_token_ids: the same.
-          num_steps: the same, of a call of several plain steps; None is one step.
+          num_steps: the same, of a call of several steps; None is one step.
           least_survival: as in `ServeInput`.
-          is_plain: takes `plain_decode_step`, or `plain_decode_steps`.
+          is_plain: takes `plain_decode_step`, or `plain_decode_steps`; else `serve_step`, or
+            `serve_rounds`.
           is_simple: no row asks for more than `Sampling` says.
           activations: as in `decode_step`.
           wants_logprobs: brings log-probabilities from the device; else they are None.
@@ -165,13 +166,13 @@ class EngineArrays:
             settings = {"sampling": self._sampling.simplified()}
         serve_input = ServeInput(**settings, **self._bring_input(fields))
         static: dict[str, Any] = {"config": plan.config, "activations": activations}
-        program, pools = jit_plain_decode_step, (self.cache,)
+        pools, single, several = (self.cache,), jit_plain_decode_step, jit_plain_decode_steps
         if not is_plain:
-            program = jit_serve_round if is_simple else jit_serve_step  # simple rows only decode
-            pools = self.cache, self.store
+            pools, several = (self.cache, self.store), jit_serve_rounds
+            single = jit_serve_round if is_simple else jit_serve_step  # simple rows only decode
             static["draft_tokens"] = plan.draft_tokens
-        elif num_steps is not None:
-            program = jit_plain_decode_steps
+        program = single if num_steps is None else several
+        if num_steps is not None:
             static["num_steps"] = plan.steps_per_call
         arguments = self.params, *pools, serve_input, self._last
         if only_compiles:

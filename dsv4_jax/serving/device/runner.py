@@ -33,20 +33,44 @@ from dsv4_jax.serving.schedule.snapshot_policy import Boundary
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.step.draws import Logprobs
 from dsv4_jax.step.sampling import MAX_LOGIT_BIAS, SamplingParams, stack_sampling
-from dsv4_jax.step.serve_values import FIRST_DRAFT, LAST_DRAWN
+from dsv4_jax.step.serve_values import FIRST_DRAFT, LAST_DRAWN, ServeOutput
 from pallas_kernels.common.weights import is_quantized
 
 _IDLE = SamplingParams()
 
 
 class StepResult(NamedTuple):
-    """What a step gave, in NumPy; fields as in `ServeOutput`, `num_drafts` with drafts alone."""
+    """What a call of n steps gave, in NumPy.
+
+    Attributes:
+      token_ids: i32[B, m], the drawn tokens of all steps in order; -1 after the last one.
+      num_kept: as in `ServeOutput`.
+      draft_token_ids: the same.
+      num_drafts: the same; None without drafts.
+      num_accepted: i32[B, n], how many of those were kept; None without drafts.
+      logprobs: as in `ServeOutput`.
+    """
 
     token_ids: np.ndarray
     num_kept: np.ndarray
     draft_token_ids: np.ndarray
-    num_drafts: np.ndarray | None
+    num_drafts: np.ndarray | None = None
+    num_accepted: np.ndarray | None = None
     logprobs: Logprobs | None = None
+
+    @classmethod
+    def of(cls, output: ServeOutput) -> StepResult:
+        """What the device gave, which is read here."""
+        fields = output.token_ids, output.num_kept, output.draft_token_ids
+        drawn, kept, drafts = map(np.asarray, fields)
+        if not output.draft_tokens:
+            return cls(drawn, kept, drafts, logprobs=output.logprobs)
+        is_drawn = drawn >= 0
+        of_step = is_drawn.reshape(len(drawn), output.num_steps, -1).sum(axis=2)
+        if output.num_steps > 1:
+            drawn = np.take_along_axis(drawn, np.argsort(~is_drawn, axis=1, kind="stable"), axis=1)
+        accepted = np.maximum(of_step - 1, 0)
+        return cls(drawn, kept, drafts, np.asarray(output.num_drafts), accepted, output.logprobs)
 
 
 class StepRunner:
@@ -218,7 +242,7 @@ class StepRunner:
         launch = functools.partial(
             self.devices.launch,
             step,
-            self._snapshot_plan(boundaries, self._max_boundaries(plan.size)),
+            self._snapshot_plan(boundaries, self._max_boundaries(plan.size * plan.num_steps)),
             checked,
             following,
             num_steps if plan.num_steps > 1 else None,
@@ -292,16 +316,20 @@ class StepRunner:
         """Steps of every program: name, plan, and whether it is that of simple draws."""
         sizes, plain_size = self._engine_plan.step_sizes, self._engine_plan.plain_size
         has_both_forms = self._activations != self._prefill_activations
+        several = self._engine_plan.steps_per_call
         steps = []
         for size in sizes:
             steps.append((f"step of {size} tokens", StepPlan.idle(size, holds_prompts=True), False))
             if plain_size is None:
                 name = f"step of {size} tokens without prompts"
                 steps += self._decode_steps(name, StepPlan.idle(size), every=has_both_forms)
+                if several > 1 and size <= self.plan.max_requests * (self.draft_tokens + 1):
+                    idle = StepPlan.idle(size, num_steps=several)
+                    steps.append((f"{several} steps of {size} tokens", idle, self.simplifies))
         if plain_size is not None:
             idle = StepPlan.idle(plain_size, is_plain=True)
             steps += self._decode_steps(f"decode step of {plain_size} tokens", idle)
-            if (several := self._engine_plan.steps_per_call) > 1:
+            if several > 1:
                 idle = StepPlan.idle(plain_size, is_plain=True, num_steps=several)
                 name = f"{several} decode steps of {plain_size} tokens"
                 steps.append((name, idle, self.simplifies))
@@ -365,17 +393,13 @@ class StepRunner:
         number = self._num_launched
 
         def read() -> StepResult:
-            output = self.devices.read(self._num_launched - number)
-            fields = output.token_ids, output.num_kept, output.draft_token_ids
-            checked = np.asarray(output.num_drafts) if self.draft_tokens else None
-            drawn, kept, drafts = map(np.asarray, fields)
-            return StepResult(drawn, kept, drafts, checked, output.logprobs)
+            return StepResult.of(self.devices.read(self._num_launched - number))
 
         return read
 
-    def _max_boundaries(self, size: int) -> int:
+    def _max_boundaries(self, num_tokens: int) -> int:
         """No call of that many tokens can cross more, on a data shard."""
-        return self.plan.max_requests + size // self.plan.block_tokens
+        return self.plan.max_requests + num_tokens // self.plan.block_tokens
 
     def _snapshot_plan(self, boundaries: Sequence[Boundary], count: int) -> SnapshotPlan:
         """Room for `count` boundaries on every data shard."""

@@ -178,11 +178,11 @@ class Metrics:
         self._read: Callable[[], Callable[[], Gauges] | None] = lambda: Gauges
 
     def count_drafts(self, checked: np.ndarray, kept: np.ndarray) -> None:
-        """Counts a step's drafts: i32[n] of each row."""
+        """Counts drafts, those checked and those kept: i32[n, m], of m steps of each row."""
         self.drafted_tokens += int(checked.sum())
         self.accepted_tokens += int(kept.sum())
-        self.drafted_at = _with_depths(self.drafted_at, checked)
-        self.accepted_at = _with_depths(self.accepted_at, kept)
+        self.drafted_at = _with_depths(self.drafted_at, checked.ravel())
+        self.accepted_at = _with_depths(self.accepted_at, kept.ravel())
 
     def watch(self, read: Callable[[], Gauges]) -> None:
         """What a method gives is what holds, as long as its object lives."""

@@ -117,7 +117,7 @@ def look(
     repeats = flight is not None and flight.plan.is_plain
     if flight is not None:
         rows, alive = flight.rows, flight.alive
-        columns = (rows.num_appended, np.where(rows.draws, rows.num_drafts, 0), rows.num_drawn)
+        columns = (rows.num_appended, np.where(rows.draws, rows.spread, 0), rows.num_drawn)
         if not flight.holds_all_of(running):
             repeats = False
             by_slot = np.zeros((3, len(lengths)), np.int32)

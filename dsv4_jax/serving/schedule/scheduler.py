@@ -58,7 +58,8 @@ class StepRows:
       num_tokens: i32[n].
       num_drafts: i32[n].
       draws: bool[n].
-      num_steps: i32[n], steps of the call that the row takes part in, each of which draws a token.
+      num_steps: i32[n], steps of the call that the row takes part in. Each draws a token, and
+        checks as many drafts.
     """
 
     slots: np.ndarray
@@ -76,6 +77,11 @@ class StepRows:
     def num_drawn(self) -> np.ndarray:
         """i32[n], tokens that the call surely draws."""
         return self.draws * self.num_steps
+
+    @property
+    def spread(self) -> np.ndarray:
+        """i32[n], so many more may be appended and drawn: the drafts of all steps."""
+        return self.num_drafts * self.num_steps
 
     @classmethod
     def of(cls, rows: Sequence[RowPlan]) -> StepRows:
@@ -107,7 +113,7 @@ class StepPlan:
       size: T, tokens of the step's shape, of one data shard.
       is_plain: one token of each row, by the program that does nothing else.
       holds_prompts: some of its tokens are of requests that wait for more than one.
-      num_steps: steps of the call; 1, or what a call of plain steps makes.
+      num_steps: steps of the call; 1, or what a call of several makes.
     """
 
     rows: StepRows
@@ -151,8 +157,8 @@ def plan_decoding(
 ) -> StepPlan:
     """`plan_shards` of requests that wait for one token each, without a loop over them.
 
-    A call makes several plain steps where some request takes part in all of them, and requests are
-    idle in at most half: a step takes as long whatever is idle in it.
+    A call makes several steps where some request takes part in all of them, and requests are idle
+    in at most half: a step takes as long whatever is idle in it.
 
     Args:
       slots: i32[n], the requests' slots among all shards.
@@ -169,14 +175,14 @@ def plan_decoding(
     slots, num_drafts, shards = slots[order], num_drafts[order], shards[order]
     totals = np.bincount(shards, weights=1 + num_drafts)
     num_drafts = np.where(totals[shards] <= sizes[-1], num_drafts, 0).astype(np.int32)
-    rows = StepRows(slots, once, num_drafts, np.ones(len(slots), bool), once)
+    if steps.max() < steps_per_call or 2 * steps.mean() < steps_per_call:
+        steps, steps_per_call = once, 1
+    rows = StepRows(slots, once, num_drafts, np.ones(len(slots), bool), steps)
     if plain_size is not None and not num_drafts.any():
-        if steps_per_call == 1 or steps.max() < steps_per_call or 2 * steps.mean() < steps_per_call:
-            return StepPlan(rows, plain_size, True)
-        rows = dataclasses.replace(rows, num_steps=steps)
         return StepPlan(rows, plain_size, True, num_steps=steps_per_call)
     fullest = np.bincount(shards, weights=1 + num_drafts).max()
-    return StepPlan(rows, next(size for size in sizes if size >= fullest), False)
+    size = next(size for size in sizes if size >= fullest)
+    return StepPlan(rows, size, False, num_steps=steps_per_call)
 
 
 def plan_shards(

@@ -31,7 +31,7 @@ def find_crossed(
     """
     size, rows = shards.managers[0].plan.block_tokens, plan.rows
     starts, spread = outlook.lengths[places], outlook.spread[places]
-    ends = starts + spread + rows.num_tokens + rows.num_drafts
+    ends = starts + spread + rows.num_appended + rows.spread
     boundaries = []
     for row in np.flatnonzero(ends // size > starts // size).tolist():
         request, start = outlook.running.requests[places[row]], int(starts[row])

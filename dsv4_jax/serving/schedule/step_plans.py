@@ -33,7 +33,7 @@ def make_plan(
     if np.all(pending[wanted] == 1):
         most_steps = np.ones_like(outlook.lengths)
         if makes_several:
-            most_steps = _most_steps(outlook, pools)
+            most_steps = _most_steps(outlook, pools, is_plain=engine.plain_size is not None)
         plan = plan_decoding(
             slots,
             outlook.num_drafts[wanted],
@@ -54,14 +54,15 @@ def make_plan(
     return plan, place_of[plan.rows.slots]
 
 
-def _most_steps(outlook: Outlook, pools: PoolPlan) -> np.ndarray:
-    """i32[n], steps of one call that each running request can take part in.
+def _most_steps(outlook: Outlook, pools: PoolPlan, *, is_plain: bool) -> np.ndarray:
+    """i32[n], steps of one call that each running request can take part in, at least 1.
 
-    None passes the end of a request, nor a boundary that may be worth a snapshot, which is taken
-    between two calls.
+    None passes the end of a request, whatever it keeps of its drafts, nor, of plain steps, a
+    boundary that may be worth a snapshot, which is taken between two calls.
     """
-    most = outlook.running.totals - outlook.num_known
-    if pools.num_snapshots:
+    left = outlook.running.totals - outlook.num_known
+    most = np.maximum(1, left // (1 + outlook.num_drafts))
+    if is_plain and pools.num_snapshots:
         most = np.minimum(most, pools.block_tokens - outlook.lengths % pools.block_tokens)
     return most
 

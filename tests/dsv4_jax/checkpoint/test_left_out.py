@@ -336,8 +336,6 @@ def test_drafts_are_asked_for_before_anything_is_loaded(tmp_path):
             ("--draft-tokens", "1", "--drafts", "auto"),
             "--drafts auto chooses how many, got",
         ),
-        (("--draft-tokens", "1", "--steps-per-call", "2"), "--steps-per-call 2 makes steps"),
-        (("--drafts", "auto", "--steps-per-call", "2"), "without drafts, got --drafts auto too"),
     ):
         with pytest.raises(ValueError, match=message):
             find_model(words_of(folder, *words))

@@ -158,10 +158,6 @@ def test_a_file_without_a_prompt_is_named(tmp_path, capsys):
         (["x", "--stop", ""], "stop_texts must be a list of texts, none empty"),
         (["x", "--draft-tokens", "17"], "--draft-tokens: must be a whole number from 0 to 16"),
         (["x", "--steps-per-call", "0"], "--steps-per-call: must be a whole number from 1 to 64"),
-        (
-            ["x", "--steps-per-call", "4", "--draft-tokens", "1"],
-            "--steps-per-call 4 makes steps without drafts, got --draft-tokens 1 too",
-        ),
         (["--file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
         (["--file", "/dev/null"], "/dev/null must be a regular file, got a device"),
         (["x", "--checkpoint", "/nowhere/at/all"], "/nowhere/at/all"),

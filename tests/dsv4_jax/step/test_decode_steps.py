@@ -96,4 +96,5 @@ def test_outputs_are_as_wide_as_the_one_before(after_prompts):
     assert out.columns.shape == (ROWS, 2 * STEPS + 1)
     np.testing.assert_array_equal(out.token_ids[:, 1:], -1)
     np.testing.assert_array_equal(out.num_kept, [1, 1, 1, 0])
-    assert out.draft_token_ids.shape == (ROWS, STEPS - 1)
+    np.testing.assert_array_equal(out.num_drafts, np.zeros((ROWS, STEPS)))
+    assert out.draft_token_ids.shape == (ROWS, 0)
