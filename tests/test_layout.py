@@ -177,8 +177,7 @@ def test_a_room_imports_only_what_it_is_allowed_to():
 SERVING_ROOMS = {
     "metrics": set(),
     "options": set(),
-    "draft_worth": set(),
-    "sizing": {"options", "draft_worth"},
+    "sizing": {"options"},
     "requests": set(),
     "request": {"requests"},
     "grammars": {"requests"},

@@ -92,6 +92,12 @@ def add_arguments(steps: argparse.ArgumentParser) -> None:
         "many they keep, beside plain steps, and with --quick the two alone; if not given, steps "
         "without drafts",
     )
+    steps.add_argument(
+        "--depths",
+        action="store_true",
+        help="with --drafts, time rounds of one draft, two and so on instead, and rounds whose "
+        "drafts are cut by their confidences",
+    )
 
 
 def join(args: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
@@ -109,6 +115,8 @@ def join(args: argparse.Namespace) -> contextlib.AbstractContextManager[object]:
 
 def run(args: argparse.Namespace) -> int:
     """Times each point; one that fails is reported, and the others run."""
+    if args.depths and not args.drafts:
+        raise ValueError("--depths is of rounds with drafts; give --drafts too, or leave it out")
     if args.drafts:
         return bench_drafts.run(args)
     begun = time.perf_counter()

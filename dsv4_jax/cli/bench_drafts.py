@@ -13,8 +13,10 @@ import jax.numpy as jnp
 
 from dsv4_jax.bench import report, round_report
 from dsv4_jax.bench.decode_case import PARTS as DECODE_PARTS
+from dsv4_jax.bench.report import table_lines
 from dsv4_jax.bench.results import Output
 from dsv4_jax.bench.round_case import RoundCase, usual_stages
+from dsv4_jax.bench.round_depths import DepthPrograms, bench_depths, depth_columns
 from dsv4_jax.bench.round_programs import BLOCK_PICKS, PARTS, PICKS, Model, RoundPrograms
 from dsv4_jax.bench.rounds import bench_rounds
 from dsv4_jax.bench.timing import copy_bandwidth
@@ -26,6 +28,7 @@ from dsv4_jax.cli.bench_options import config_of, status_of
 from dsv4_jax.cli.presets import read_config
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import param_shapes, unstack_layers
+from dsv4_jax.step.draft_worth import KEPT_TOGETHER
 
 _FEW = 8  # requests
 
@@ -64,8 +67,12 @@ def run(args: argparse.Namespace) -> int:
             print(report.decode_line(rows[-1]), flush=True)
             continue
         start = time.perf_counter()
-        parts = _parts(args, case)
-        compiling = RoundPrograms(shapes, case, parts, threads=os.cpu_count() or 1)
+        threads = os.cpu_count() or 1
+        compiling = (
+            DepthPrograms(shapes, case, threads)
+            if args.depths
+            else RoundPrograms(shapes, case, _parts(args, case), threads)
+        )
         if model is None:
             made = random_params(config, weights=WEIGHTS[args.weights])
             model = Model(config, jax.block_until_ready(made))
@@ -78,6 +85,12 @@ def run(args: argparse.Namespace) -> int:
         if "copy_bandwidth" not in output.fields:
             output.set(copy_bandwidth=copy_bandwidth())
             print(f"a copy moves {output.fields['copy_bandwidth'] / 1e12:.3f} TB/s", flush=True)
+        if args.depths:
+            rows[-1]["depths"] = bench_depths(model, case, programs)
+            output.set(rows=rows)
+            lines = [rows[-1] | each for each in rows[-1]["depths"]]
+            print("\n".join(table_lines(depth_columns(), lines)), flush=True)
+            continue
         told: set[str] = set()
         for found in bench_rounds(model, case, programs, profile=args.profile):
             rows[-1] |= found
@@ -166,6 +179,12 @@ def _check(args: argparse.Namespace, config: DSV4Config) -> None:
     for name, value in given.items():
         if value:
             raise ValueError(f"{name} is of steps without drafts; leave it out beside --drafts")
+    if args.depths and (args.quick or args.profile):
+        raise ValueError("--quick and --profile are of rounds in parts; leave them out or --depths")
+    if args.depths and args.drafts > len(KEPT_TOGETHER):
+        raise ValueError(
+            f"--depths knows chances of {len(KEPT_TOGETHER)} drafts, got --drafts {args.drafts}"
+        )
 
 
 def _described(args: argparse.Namespace, config: DSV4Config) -> str:

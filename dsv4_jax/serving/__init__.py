@@ -18,7 +18,7 @@ Beside that, `metrics/` counts, `engine_state.py` shows what an engine holds, `o
 it is built with, and `sizing.py` what that comes to. Each imports only what stands to its left, as
 `tests/test_layout.py` holds:
 
-    options, draft_worth  <-  sizing
+    options  <-  sizing
     metrics, sizing, requests  <-  schedule  <-  device  <-  loop  <-  engine_core
     engine_core  <-  engine_state, engine  <-  asynchronous
 """

@@ -13,8 +13,8 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import AXES, DATA, check_divides, mesh_sizes
 from dsv4_jax.model.draft_params import DraftParams, DSparkParams
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.serving.draft_worth import StepCost, least_survival
 from dsv4_jax.serving.options import EngineOptions
+from dsv4_jax.step.draft_worth import StepCost, least_survival
 from dsv4_jax.step.settings_size import count_entries
 
 
@@ -142,7 +142,8 @@ def _least_survivals(plan: EnginePlan, params: DSV4Params) -> tuple[float, ...] 
     """`EnginePlan.least_survival`."""
     if not plan.options.draft_cut:
         return None
-    cost = StepCost.of(plan.config, params)
+    devices = 1 if plan.mesh is None else plan.mesh.size
+    cost = StepCost.of(plan.config, params, num_devices=devices)
     most = plan.pools.max_requests * plan.data_shards
     return tuple(least_survival(cost, count, plan.draft_tokens) for count in range(1, most + 1))
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.bench import round_floor, round_parts, round_report, rounds
+from dsv4_jax.bench import round_depths, round_floor, round_parts, round_report, rounds
 from dsv4_jax.bench.round_case import RoundCase, shapes_of, taught_inputs, usual_stages
 from dsv4_jax.bench.round_programs import Model
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cli import main
 from dsv4_jax.model.weight_sizes import walk_weights
+from dsv4_jax.step.draft_worth import KEPT_TOGETHER
 from dsv4_jax.step.serve_step import serve_step
 from pallas_kernels.common.weights import is_quantized
 
@@ -164,6 +165,8 @@ def test_a_part_that_fails_leaves_the_others():
         (["--drafts", "6"], "drafts must be at most the 5 of a block, got 6"),
         (["--drafts", "5", "--parts", "loop"], "--parts is of steps without drafts"),
         (["--drafts", "5", "--contexts", "9"], "contexts must be longer than 9 with 5 drafts"),
+        (["--depths"], "--depths is of rounds with drafts; give --drafts too"),
+        (["--drafts", "5", "--depths", "--quick"], "--quick and --profile are of rounds in parts"),
         (["--drafts", "0"], "argument --drafts: must be a whole number from 1 to 16, got '0'"),
     ],
 )
@@ -193,3 +196,36 @@ def test_rounds_are_timed_whole_in_parts_and_as_taught(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "taught to keep 5" in said
     assert "of plain steps" in said
+
+
+def test_the_law_counts_what_rounds_of_a_depth_keep():
+    """Chances alike are those of the mean; a cut keeps what is left of them."""
+    one = case(batch=4)
+    alike = round_depths.draft_chances(one, "alike")
+    kept, checked = round_depths.tokens_a_round(alike, 5)
+    assert (kept, checked) == (pytest.approx(1 + sum(KEPT_TOGETHER)), 5)
+    assert round_depths.tokens_a_round(alike, 2)[0] == pytest.approx(1 + sum(KEPT_TOGETHER[:2]))
+    kept, checked = round_depths.tokens_a_round(alike, 5, 0.5)
+    assert (kept, checked) == (pytest.approx(1 + sum(KEPT_TOGETHER[:3])), 3)
+    apart = round_depths.draft_chances(dataclasses.replace(one, batch=64), "apart")
+    assert np.std(apart) > 0.2
+    together = np.cumprod(apart, axis=-1).mean(axis=(0, 1))
+    np.testing.assert_allclose(together, KEPT_TOGETHER, atol=0.03)
+
+
+@pytest.mark.slow
+def test_depths_are_timed_beside_the_cut(tmp_path, capsys):
+    """The device checks as many drafts as the law counts."""
+    path = tmp_path / "out.json"
+    sizes = ["--config", "tiny", "--layers", "2", "--contexts", "64", "--batch", "2"]
+    few = ["--part-limit-s", "0.1", "--json", str(path), "--depths"]
+    assert main(["bench", "decode", *sizes, "--drafts", "2", *few]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    rows = [(each["law"], each["depth"]) for each in row["depths"]]
+    assert rows[:4] == [("alike", depth) for depth in (0, 1, 2, "cut")]
+    assert rows[4:8] == [("apart", depth) for depth in (0, 1, 2, "cut")]
+    assert rows[-1] == ("apart", "cut at 0.4")
+    for each in row["depths"]:
+        if "first_checked" in each and each["law"] == "apart":
+            assert each["first_checked"] == pytest.approx(each["first_expected"])
+    assert "of the best depth" in capsys.readouterr().out
