@@ -21,13 +21,15 @@ from benchmarks.bench_serving import PRESETS, load
 from dsv4_jax.bench.fill import filled_cache
 from dsv4_jax.bench.timing import time_calls
 from dsv4_jax.bench.weights import random_params
+from dsv4_jax.cli.arguments import add_weights
+from dsv4_jax.model.weight_forms import RELEASE_FORMS
 
 PROMPT, ROUNDS = 64, 7
 
 
 def load_model(name, weights, experts):
     """Config and parameters: of a checkpoint as stored, of a preset random, without drafts."""
-    if name not in PRESETS or weights == "dense":
+    if name not in PRESETS or weights == "bfloat16":
         config, params = load(name)
         return config, ds.unstack_layers(params)
     config = getattr(ds.DSV4Config, name)()
@@ -99,7 +101,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--weights", choices=("dense", "released"), default="dense")
+    add_weights(parser, RELEASE_FORMS, "bfloat16", "of a preset")
     parser.add_argument("--experts", type=int, help="routed experts of a preset")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=64, help="steps of each of seven rounds")

@@ -16,7 +16,8 @@ import numpy as np
 import dsv4_jax as ds
 from dsv4_jax.bench.memory import bytes_in_use
 from dsv4_jax.bench.weights import random_params
-from dsv4_jax.cli.arguments import WEIGHTS, add_mesh, chosen_mesh
+from dsv4_jax.cli.arguments import add_mesh, add_weights, chosen_mesh
+from dsv4_jax.model.weight_forms import RELEASE_FORMS, STORED
 
 PRESETS = ("tiny", "flash", "pro", "flash_slim", "pro_slim")
 
@@ -35,8 +36,8 @@ def load(name, num_layers=None, num_experts=None, *, weights="bfloat16", mesh=No
         )
     if num_experts is not None:
         config = dataclasses.replace(config, num_routed_experts=num_experts)
-    if jax.default_backend() == "gpu" or weights == "released":
-        return config, random_params(config, weights=WEIGHTS[weights], mesh=mesh)
+    if jax.default_backend() == "gpu" or weights == STORED:
+        return config, random_params(config, weights=weights, mesh=mesh)
     return config, ds.init_params(config, jax.random.key(0), dtype=jnp.bfloat16)
 
 
@@ -65,7 +66,7 @@ def main():
     parser.add_argument(
         "--steps", type=int, default=0, help="submit new requests until so many steps"
     )
-    parser.add_argument("--weights", choices=tuple(WEIGHTS), default="bfloat16", help="of a preset")
+    add_weights(parser, RELEASE_FORMS, "bfloat16", "of a preset")
     parser.add_argument(
         "--budget-s", type=float, default=float("inf"), help="seconds of serving; then it reports"
     )

@@ -65,13 +65,19 @@ class Flag:
 
 @dataclasses.dataclass(frozen=True)
 class Word:
-    """One of some texts."""
+    """One of some texts; `also` are pairs of a text and the one of `known` that it stands for."""
 
     known: tuple[str, ...]
+    also: tuple[tuple[str, str], ...] = ()
+
+    def named(self, text: str) -> str:
+        """The text, or the one that it stands for."""
+        return dict(self.also).get(text, text)
 
     def check(self, name: str, value: Any) -> str:
         """The value as a plain str."""
-        return checks.choice(name, value, self.known)
+        known = self.named(value) if isinstance(value, str) else value
+        return checks.choice(name, known, self.known)
 
 
 @dataclasses.dataclass(frozen=True)

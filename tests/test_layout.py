@@ -32,7 +32,7 @@ ROOMS = {
     "cache": {"checks", "mesh", "collectives", "config"},
     "allocator": {"checks", "mesh", "config", "cache"},
     "attention": {"checks", "mesh", "collectives", "linear", "config", "cache"},
-    "model": {"checks", "mesh", "peers", "collectives", "linear", "config", "cache"}
+    "model": {"checks", "rules", "mesh", "peers", "collectives", "linear", "config", "cache"}
     | {"attention"},
     "checkpoint": {"checks", "regular_files", "progress", "config", "model"},
     "step": {"checks", "rules", "runtime", "mesh", "collectives", "config", "cache", "attention"}

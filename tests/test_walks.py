@@ -202,7 +202,7 @@ def trace_for_a_gpu(monkeypatch):
     rows = jax.ShapeDtypeStruct((24,), jnp.int32)
     jax.eval_shape(
         functools.partial(ds.decode_step, config=config),
-        param_shapes(config, jnp.bfloat16, weights="released"),
+        param_shapes(config, jnp.bfloat16, weights="stored"),
         ds.cache.cache_shapes(config, max_requests=24, max_context_tokens=4096),
         ds.StepInput(token_ids=rows, request_ids=rows, request_slots=rows),
     )

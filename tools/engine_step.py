@@ -15,6 +15,8 @@ import jax
 
 import dsv4_jax as ds
 from benchmarks.bench_engine import load_model, loop_ms
+from dsv4_jax.cli.arguments import add_weights
+from dsv4_jax.model.weight_forms import RELEASE_FORMS
 from dsv4_jax.serving.device import engine_arrays
 
 CONTEXT = 2048
@@ -26,7 +28,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
     parser.add_argument("--requests", type=int, nargs="+", default=[1])
-    parser.add_argument("--weights", choices=("dense", "released"), default="dense")
+    add_weights(parser, RELEASE_FORMS, "bfloat16", "of a preset")
     parser.add_argument("--experts", type=int, help="routed experts of a preset")
     parser.add_argument("--steps", type=int, default=200, help="steps of each of three rounds")
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -27,7 +27,8 @@ from dsv4_jax.bench.program import count_launches
 from dsv4_jax.bench.round_case import usual_stages
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.cache.snapshots import SnapshotPlan, init_snapshot_store
-from dsv4_jax.cli.arguments import WEIGHTS, add_activations
+from dsv4_jax.cli.arguments import add_activations, add_weights
+from dsv4_jax.model.weight_forms import RELEASE_FORMS
 from dsv4_jax.model.weight_sizes import FORMATS, walk_weights, weight_format
 from dsv4_jax.step.decode_steps import jit_plain_decode_steps
 from dsv4_jax.step.serve_step import jit_serve_step
@@ -45,7 +46,7 @@ def compile_step(
     batch,
     context,
     cache_format="fp8_ue8m0",
-    weights="dense",
+    weights="bfloat16",
     activations="fp8",
     draft_tokens=0,
     steps_per_call=1,
@@ -61,7 +62,7 @@ def compile_step(
 
     sizes = {"max_requests": batch, "max_context_tokens": context, "cache_format": cache_format}
     cache = placed(ds.cache.cache_shapes(config, **sizes))
-    params = ds.model.param_shapes(config, jnp.bfloat16, weights=weights)
+    params = ds.model.param_shapes(config, weights=weights)
     params = placed(ds.unstack_layers(params))
     static = {"config": config, "activations": activations}
     donated = [cache]
@@ -165,7 +166,7 @@ def main():
     parser.add_argument("batch", type=int)
     parser.add_argument("--config", default="flash_slim")
     parser.add_argument("--context", type=int, default=131_072)
-    parser.add_argument("--weights", choices=tuple(WEIGHTS), default="bfloat16")
+    add_weights(parser, RELEASE_FORMS, "bfloat16", "their form")
     parser.add_argument("--experts", type=int, help="if not given, as many as the preset has")
     parser.add_argument("--drafts", type=int, default=0, help="tokens that the draft guesses")
     parser.add_argument("--dspark", action="store_true", help="three DSpark stages are the draft")
@@ -177,7 +178,7 @@ def main():
         config,
         batch=arguments.batch,
         context=arguments.context,
-        weights=WEIGHTS[arguments.weights],
+        weights=arguments.weights,
         activations=arguments.activations,
         draft_tokens=arguments.drafts,
         steps_per_call=arguments.steps_per_call,

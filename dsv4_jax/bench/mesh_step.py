@@ -73,7 +73,7 @@ class MeshSteps:
 
     def _compile(self, case: DecodeCase) -> Programs:
         setup = self._setup(case)
-        shapes = unstack_layers(param_shapes(self.config, jnp.bfloat16, weights=self.weights))
+        shapes = unstack_layers(param_shapes(self.config, weights=self.weights))
         params = jax.tree.map(
             lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
             shapes,

@@ -16,6 +16,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import AXES
 from dsv4_jax.model.params import DSV4Params, param_shapes
 from dsv4_jax.model.shardings import param_shardings
+from dsv4_jax.model.weight_forms import STORED
 from dsv4_jax.model.weight_sizes import bytes_by_family, walk_weights
 from pallas_kernels.common.weights import weight_bytes
 
@@ -95,7 +96,7 @@ def place(
     gpu_bytes: int,
     context: int,
     cache_format: str = DEFAULT_CACHE_FORMAT,
-    weights: str = "released",
+    weights: str = STORED,
     step_tokens: int = STEP_TOKENS,
     split_cache: bool = False,
 ) -> Placement:
@@ -116,7 +117,7 @@ def place(
       ValueError: a size of the model does not divide over the mesh, or there is no such format.
     """
     mesh = AbstractMesh((data, model), AXES)
-    shapes = param_shapes(config, "bfloat16", weights=weights)
+    shapes = param_shapes(config, weights=weights)
     params = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype),
         shapes,

@@ -36,9 +36,8 @@ _E2M1_SPREAD = (137 / 16) ** 0.5
 def random_params(
     config: DSV4Config,
     seed: int = 0,
-    dtype: Any = jnp.bfloat16,
     *,
-    weights: str = "dense",
+    weights: str = "bfloat16",
     mesh: Mesh | None = None,
 ) -> DSV4Params:
     """Makes parameters with the statistics of `init_params`, layer by layer, without a host copy.
@@ -46,15 +45,15 @@ def random_params(
     Args:
       config: the model; its draft block is included.
       seed: seed of all draws.
-      dtype: as in `param_shapes`.
-      weights: as in `param_shapes`; quantised ones are drawn as codes and scales, none is NaN.
+      weights: as in `param_shapes`, beside activations in bf16 unless they are dense in another
+        dtype; quantised ones are drawn as codes and scales, none is NaN.
       mesh: the devices that hold them; a weight is made on one device and then put there. None is
         one device.
 
     Returns:
       Parameters in the form of `unstack_layers`. Nothing else is allocated on the way.
     """
-    shapes = unstack_layers(param_shapes(config, dtype, weights=weights))
+    shapes = unstack_layers(param_shapes(config, weights=weights))
     made: list[Any] = []
     structure = jax.tree.structure(shapes, is_leaf=is_quantized)
     shardings: list[Any] = [None] * structure.num_leaves

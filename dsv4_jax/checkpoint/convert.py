@@ -36,11 +36,11 @@ from dsv4_jax.config.draft import without_draft
 from dsv4_jax.config.images import text_part
 from dsv4_jax.config.json_file import read_json_object
 from dsv4_jax.model.released import quantize_weight, quantized_shape, released_format
+from dsv4_jax.model.weight_forms import RELEASE_FORMS, STORED
 from dsv4_jax.progress import Progress
 from dsv4_jax.regular_files import read_regular
 from pallas_kernels.common.weights import MXFP4, BlockFP8
 
-CONVERSIONS = ("released", "bfloat16")
 _MAX_COPIED_BYTES = 2**27
 """Of a tokenizer's file."""
 _COPIED = ("tokenizer*", "generation_config.json", "*.jinja")
@@ -80,7 +80,7 @@ def convert_checkpoint(
     Args:
       source: directory of the checkpoint.
       destination: directory to write, which must not hold another model.
-      weights: "released" quantises what the release quantises, and keeps the bytes of what is
+      weights: "stored" quantises what the release stores quantised, and keeps the bytes of what is
         quantised already; "bfloat16" decodes. What the release has in f32 stays f32.
       max_shard_bytes: as in `save_checkpoint`.
       progress: shows a bar on stderr, or where that is no terminal a line now and then.
@@ -97,8 +97,7 @@ def convert_checkpoint(
         written then.
       OSError: a file cannot be written.
     """
-    if weights not in CONVERSIONS:
-        raise ValueError(f"weights must be one of {CONVERSIONS}, got {weights!r}")
+    weights = RELEASE_FORMS.check("weights", weights)
     source, destination = checks.path("source", source), checks.path("destination", destination)
     if destination.resolve() == source.resolve():
         raise ValueError(f"the destination must be another directory than the source, {source}")
@@ -170,7 +169,7 @@ def _plan(source: pathlib.Path, weights: str, found: OpenCheckpoint) -> dict[str
     leaves = {}
     for leaf, tensors in found.by_leaf().items():
         leaves[leaf] = get_leaf(found.shapes, leaf)
-        if weights == "released":
+        if weights == STORED:
             leaves[leaf] = _released_leaf(leaf, leaves[leaf], [source for _, source in tensors])
     return {
         name: _Tensor(
@@ -239,7 +238,7 @@ def _describe_conversion(
     files = [source / "config.json", *find_weight_files(source, follow_links=follow_links)]
     return {
         "source": str(source.resolve()),
-        "weights": weights,
+        "weights": "released" if weights == STORED else weights,  # as in records that exist
         "max_shard_bytes": max_shard_bytes,
         **({} if drafts else {"drafts": False}),
         "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],

@@ -8,8 +8,6 @@ import pathlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from dsv4_jax.checkpoint.files import StoredTensor, list_by_file
 from dsv4_jax.checkpoint.layout import Entry, list_entries
 from dsv4_jax.checkpoint.left_out import LeftOut, find_left_out
@@ -17,6 +15,7 @@ from dsv4_jax.checkpoint.names import all_targets, canonical_name, get_leaf
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.read_json import read_contents
 from dsv4_jax.model.params import param_shapes
+from dsv4_jax.model.weight_forms import STORED
 
 
 class Size(NamedTuple):
@@ -90,6 +89,6 @@ def list_release(config: DSV4Config) -> Iterator[Entry]:
     Raises:
       ValueError: the config has DSpark stages, and does not say how many.
     """
-    shapes = param_shapes(config, jnp.bfloat16, weights="released")
+    shapes = param_shapes(config, weights=STORED)
     for name, target in all_targets(config, shapes).items():
         yield from list_entries(name, target, get_leaf(shapes, target.leaf))

@@ -24,13 +24,10 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.released import quantized_shape
 from dsv4_jax.model.shardings import param_shardings
+from dsv4_jax.model.weight_forms import STORED, WEIGHT_FORMS, dtype_beside
 from dsv4_jax.progress import Progress
 from pallas_kernels.common.weights import MXFP4, BlockFP8, is_quantized, weight_bytes
 
-DEFAULT_DTYPE = jnp.bfloat16
-"""Dtype of activations unless another one is given."""
-
-WEIGHTS = ("stored", "bfloat16", "float32")
 _LARGE_BYTES = 2**26
 """Leaves up to this size are stacked on the host. JAX may keep such a stack until its next call."""
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -40,7 +37,7 @@ def load_checkpoint(
     path: str | os.PathLike[str],
     *,
     mesh: jax.sharding.Mesh | None = None,
-    weights: str = "stored",
+    weights: str = STORED,
     dtype: Any = None,
     progress: bool = True,
     check_weights: bool | None = None,
@@ -88,16 +85,10 @@ def load_checkpoint(
         that is not supported, config and files hold drafts of different kinds or numbers of stages,
         or a size does not divide over the mesh.
     """
-    if weights not in WEIGHTS:
-        raise ValueError(f"weights must be one of {WEIGHTS}, got {weights!r}")
-    keep = weights == "stored"
-    dtype = jnp.dtype((DEFAULT_DTYPE if keep else weights) if dtype is None else dtype)
+    weights = WEIGHT_FORMS.check("weights", weights)
+    keep, dtype = weights == STORED, dtype_beside(weights, dtype)
     if dtype.name not in _DTYPES:
         raise ValueError(f"dtype must be one of {_DTYPES}, got {dtype.name}")
-    if not keep and dtype.name != weights:
-        raise ValueError(
-            f"dtype must be that of the decoded weights, {weights}, got {dtype.name}; leave it out"
-        )
     directory = checks.path("path", path)
     found = open_checkpoint(
         directory,

@@ -24,9 +24,6 @@ from dsv4_jax.mesh import make_mesh
 from dsv4_jax.rules import Flag, ListOf, Real, Rule, Whole, Word, rules_of
 from dsv4_jax.serving.options import EngineOptions
 
-WEIGHTS = {"released": "released", "bfloat16": "dense"}
-"""`--weights` and what `param_shapes` calls them: FP8 and FP4 as the release, or all bfloat16."""
-
 MAX_DEVICES = 1024
 _MAX_LISTED = 64
 
@@ -207,7 +204,7 @@ def _reading(rule: Rule, default: Any) -> dict[str, Any]:
         case Flag():
             return {"action": argparse.BooleanOptionalAction if default else "store_true"}
         case Word():
-            return {"choices": rule.known}
+            return {"choices": rule.known} | ({"type": rule.named} if rule.also else {})
         case Whole():
             return {"type": whole(*_bounds(rule))}
         case ListOf(item=Whole() as item):
@@ -226,6 +223,20 @@ def _bounds(rule: Whole) -> tuple[int, int]:
 def chosen_fields(args: argparse.Namespace, kind: type) -> dict[str, Any]:
     """What was chosen for the fields of a dataclass that have an option in a command."""
     return {name: getattr(args, name) for name in rules_of(kind) if hasattr(args, name)}
+
+
+def add_weights(
+    parser: argparse.ArgumentParser, forms: Word, default: str | None, help: str
+) -> None:
+    """Adds the form of weights, one of those; it must be given if there is no default."""
+    others = "".join(f"; {text} means {form}" for text, form in forms.also)
+    parser.add_argument(
+        "--weights",
+        **_reading(forms, default),
+        required=default is None,
+        default=default,
+        help=help + others,
+    )
 
 
 def add_activations(parser: argparse.ArgumentParser, *, prefill: bool = True) -> None:

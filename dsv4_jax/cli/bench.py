@@ -21,7 +21,7 @@ from dsv4_jax.bench.timing import copy_bandwidth
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.cli import bench_decode, bench_experts, bench_serve
-from dsv4_jax.cli.arguments import WEIGHTS, chosen_mesh, whole, wholes
+from dsv4_jax.cli.arguments import chosen_mesh, whole, wholes
 from dsv4_jax.cli.bench_checks import (
     check_case_memory,
     check_contexts,
@@ -36,7 +36,7 @@ from dsv4_jax.cli.bench_options import (
     add_batches,
     add_common,
     add_contexts,
-    add_weights,
+    add_formats,
     config_of,
     status_of,
 )
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_batches(ops, "1,64 on a GPU and 1 without one")
     fill = what.add_parser("prefill", help="chunked prefill of one prompt")
     add_common(fill)
-    add_weights(fill)
+    add_formats(fill)
     fill.add_argument(
         "--tokens",
         type=wholes(),
@@ -148,7 +148,7 @@ def _run_prefill(args: argparse.Namespace) -> int:
     output = Output(args.json, command="bench prefill", config=args.config)
     output.set(weights=args.weights, experts=config.num_routed_experts)
     mesh = chosen_mesh(args)
-    made = random_params(config, weights=WEIGHTS[args.weights], mesh=mesh)
+    made = random_params(config, weights=args.weights, mesh=mesh)
     params = jax.block_until_ready(made)
     output.set(weight_bytes=tree_bytes(params))
     rows: list[dict[str, Any]] = []

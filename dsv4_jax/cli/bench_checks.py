@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 
 import jax
-import jax.numpy as jnp
 
 from dsv4_jax.bench import decode
 from dsv4_jax.bench.memory import memory_limit
 from dsv4_jax.bench.workspace import workspace_bytes
 from dsv4_jax.cache.empty_cache import cache_shapes
 from dsv4_jax.cache.model_cache import tree_bytes
-from dsv4_jax.cli.arguments import WEIGHTS, chosen_mesh
+from dsv4_jax.cli.arguments import chosen_mesh
 from dsv4_jax.cli.memory import check_memory, weight_share
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import param_shapes
 
-_WAY_OUT = "--config tiny, fewer --layers or --experts, --weights released, or a larger device"
+_WAY_OUT = "--config tiny, fewer --layers or --experts, --weights stored, or a larger device"
 
 
 def check_mesh(args: argparse.Namespace) -> None:
@@ -64,7 +63,7 @@ def check_case_memory(
       config: the model.
       batch: requests.
       context: tokens of each.
-      weights: formats of the weights; None is without them.
+      weights: form of the weights; None is without them.
       call_tokens: tokens of a prefill call on a data shard; None is a decode step.
 
     Raises:
@@ -72,9 +71,8 @@ def check_case_memory(
     """
     needs = {"cache": _cache_bytes(config, args, batch, context)}
     if weights is not None:
-        shapes = param_shapes(config, jnp.bfloat16, weights=WEIGHTS[weights])
-        mesh, form = chosen_mesh(args), WEIGHTS[weights]
-        share = 1.0 if mesh is None else weight_share(config, mesh, weights=form)
+        shapes, mesh = param_shapes(config, weights=weights), chosen_mesh(args)
+        share = 1.0 if mesh is None else weight_share(config, mesh, weights=weights)
         needs = {"weights": int(share * tree_bytes(shapes))} | needs
     if jax.default_backend() != "cpu":
         needs["a step"] = _step_bytes(args, config, context, call_tokens)

@@ -11,7 +11,6 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from dsv4_jax.bench import decode, report
 from dsv4_jax.bench.decode_case import ALL_PARTS, PARTS, DecodeCase
@@ -21,7 +20,7 @@ from dsv4_jax.bench.timing import copy_bandwidth
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.cli import bench_drafts
-from dsv4_jax.cli.arguments import WEIGHTS, chosen_mesh, join_mesh, points_of, real, whole
+from dsv4_jax.cli.arguments import chosen_mesh, join_mesh, points_of, real, whole
 from dsv4_jax.cli.bench_checks import check_case_memory, check_contexts
 from dsv4_jax.cli.bench_options import (
     MAX_SECONDS,
@@ -29,7 +28,7 @@ from dsv4_jax.cli.bench_options import (
     add_batches,
     add_common,
     add_contexts,
-    add_weights,
+    add_formats,
     config_of,
     status_of,
 )
@@ -42,7 +41,7 @@ from dsv4_jax.model.params import param_shapes, unstack_layers
 def add_arguments(steps: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     add_common(steps, hosts=True)
-    add_weights(steps)
+    add_formats(steps)
     add_contexts(steps, STEP_CONTEXTS)
     add_batches(steps, "1")
     steps.add_argument(
@@ -133,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     if args.compile_only:
         output.set(copy_bandwidth=None)
         if mesh is None:
-            params = param_shapes(config, jnp.bfloat16, weights=WEIGHTS[args.weights])
+            params = param_shapes(config, weights=args.weights)
             params = unstack_layers(params)
     else:
         with_weights = set(parts) != {"cache"}
@@ -143,13 +142,13 @@ def run(args: argparse.Namespace) -> int:
             output.set(copy_bandwidth=copy_bandwidth())
     steps = None
     if mesh is not None:
-        steps = MeshSteps(config, mesh, weights=WEIGHTS[args.weights])
+        steps = MeshSteps(config, mesh, weights=args.weights)
         steps.compile_ahead(cases, threads=min(len(cases), os.cpu_count() or 1))
     if set(parts) == {"cache"}:
         params = None
     elif params is None and not args.compile_only:
         start = time.perf_counter()
-        made = random_params(config, weights=WEIGHTS[args.weights], mesh=mesh)
+        made = random_params(config, weights=args.weights, mesh=mesh)
         params = jax.block_until_ready(made)
         output.set(weight_bytes=tree_bytes(params), weights_s=time.perf_counter() - start)
     if steps is not None:

@@ -9,7 +9,6 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from dsv4_jax.bench import report, round_report
 from dsv4_jax.bench.decode_case import PARTS as DECODE_PARTS
@@ -22,7 +21,7 @@ from dsv4_jax.bench.rounds import bench_rounds
 from dsv4_jax.bench.timing import copy_bandwidth
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cache.model_cache import tree_bytes
-from dsv4_jax.cli.arguments import WEIGHTS, chosen_mesh
+from dsv4_jax.cli.arguments import chosen_mesh
 from dsv4_jax.cli.bench_checks import check_case_memory, check_contexts
 from dsv4_jax.cli.bench_options import config_of, status_of
 from dsv4_jax.cli.presets import read_config
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     output.set(weights=args.weights, experts=config.num_routed_experts, drafts=args.drafts)
     size = max(args.batch), max(args.contexts)
     check_case_memory(args, config, *size, weights=args.weights)
-    shapes = param_shapes(config, jnp.bfloat16, weights=WEIGHTS[args.weights])
+    shapes = param_shapes(config, weights=args.weights)
     shapes = Model(config, unstack_layers(shapes))
     cases = [
         RoundCase(
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             else RoundPrograms(shapes, case, _parts(args, case), threads)
         )
         if model is None:
-            made = random_params(config, weights=WEIGHTS[args.weights])
+            made = random_params(config, weights=args.weights)
             model = Model(config, jax.block_until_ready(made))
             taken = time.perf_counter() - start
             output.set(weight_bytes=tree_bytes(model.params), weights_s=taken)

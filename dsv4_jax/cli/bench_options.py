@@ -7,12 +7,12 @@ import dataclasses
 from typing import Any
 
 from dsv4_jax.cli.arguments import (
-    WEIGHTS,
     add_activations,
     add_cache_format,
     add_follow_links,
     add_hosts,
     add_mesh,
+    add_weights,
     real,
     whole,
     wholes,
@@ -20,6 +20,7 @@ from dsv4_jax.cli.arguments import (
 from dsv4_jax.cli.output_files import output_file
 from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.weight_forms import RELEASE_FORMS
 
 MAX_BATCH, MAX_SECONDS = 2**16, 1e9
 STEP_CONTEXTS, OP_CONTEXTS = ("4096,131072,1048576", "256,4096"), ("16384", "256")
@@ -54,13 +55,13 @@ def add_common(parser: argparse.ArgumentParser, *, hosts: bool = False) -> None:
     )
 
 
-def add_weights(parser: argparse.ArgumentParser) -> None:
+def add_formats(parser: argparse.ArgumentParser) -> None:
     """Adds the formats of weights and activations."""
-    parser.add_argument(
-        "--weights",
-        choices=tuple(WEIGHTS),
-        default="bfloat16",
-        help="all weights in bfloat16, or FP8 and FP4 where the release has them",
+    add_weights(
+        parser,
+        RELEASE_FORMS,
+        "bfloat16",
+        "all weights in bfloat16, or FP8 and FP4 where the release has them",
     )
     add_activations(parser, prefill=False)
 

@@ -9,21 +9,22 @@ from __future__ import annotations
 import argparse
 import pathlib
 
-from dsv4_jax.checkpoint.convert import CONVERSIONS, convert_checkpoint
-from dsv4_jax.cli.arguments import add_drafts, add_loading, real
+from dsv4_jax.checkpoint.convert import convert_checkpoint
+from dsv4_jax.cli.arguments import add_drafts, add_loading, add_weights, real
 from dsv4_jax.cli.memory import check_memory, largest_tensor_bytes
+from dsv4_jax.model.weight_forms import RELEASE_FORMS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     parser.add_argument("source", type=pathlib.Path, help="checkpoint directory")
     parser.add_argument("destination", type=pathlib.Path, help="directory to write")
-    parser.add_argument(
-        "--weights",
-        choices=CONVERSIONS,
-        required=True,
-        help="released: block FP8, and MXFP4 for routed experts; what is quantised already stays. "
-        "bfloat16: all decoded",
+    add_weights(
+        parser,
+        RELEASE_FORMS,
+        None,
+        "stored: as the release stores them, block FP8, and MXFP4 for routed experts; what is "
+        "quantised already stays. bfloat16: all decoded",
     )
     parser.add_argument(
         "--shard-gib",

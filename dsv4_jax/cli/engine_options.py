@@ -6,15 +6,15 @@ import argparse
 import pathlib
 from typing import Any
 
-import jax.numpy as jnp
 from tokenizers import Tokenizer
 
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.inventory import read_inventory
-from dsv4_jax.cli.arguments import add_fields, chosen_fields
+from dsv4_jax.cli.arguments import add_fields, add_weights, chosen_fields
 from dsv4_jax.cli.memory import Loading, check_engine_memory
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.weight_forms import STORED, WEIGHT_FORMS, dtype_beside
 from dsv4_jax.rules import rules_of
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.options import EngineOptions
@@ -41,12 +41,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, serves: bool = False)
     if not serves:
         names = [name for name in names if name not in _OF_SERVERS]
     add_fields(parser, EngineOptions, names, cache_format=DEFAULT_CACHE_FORMAT)
-    parser.add_argument(
-        "--weights",
-        choices=("stored", "bfloat16", "float32"),
-        default="stored",
-        help="FP8 and FP4 weights as they are stored, or decoded",
-    )
+    add_weights(parser, WEIGHT_FORMS, STORED, "FP8 and FP4 weights as they are stored, or decoded")
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
@@ -152,14 +147,13 @@ def build_engine(
     """
     options = EngineOptions(**chosen_fields(args, EngineOptions) | fields)
     if options.gpu_memory_fraction is None:
-        decoded = None if args.weights == "stored" else args.weights
         smaller = "" if options.prefill_tokens is None else "smaller steps (--prefill-tokens), "
         check_engine_memory(
             config,
             options,
             Loading(
                 folder,
-                dtype=jnp.dtype(args.dtype or decoded or jnp.bfloat16),
+                dtype=dtype_beside(args.weights, args.dtype),
                 weights=args.weights,
                 follow_links=args.follow_links,
                 drafts=config.has_draft,

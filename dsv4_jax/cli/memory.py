@@ -20,6 +20,7 @@ from dsv4_jax.checkpoint.inventory import read_inventory
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import mesh_sizes
 from dsv4_jax.model.params import param_shapes
+from dsv4_jax.model.weight_forms import STORED
 from dsv4_jax.runtime import find_memory
 from dsv4_jax.serving.options import EngineOptions
 from dsv4_jax.serving.sizing import step_sizes
@@ -73,7 +74,7 @@ class Loading(NamedTuple):
 
     checkpoint: pathlib.Path
     dtype: DTypeLike
-    weights: str = "stored"
+    weights: str = STORED
     follow_links: bool = False
     drafts: bool = True
 
@@ -97,7 +98,7 @@ def check_engine_memory(
       ValueError: a file of the checkpoint cannot be read, or steps cannot have such sizes.
     """
     checkpoint, weights, follow_links = loading.checkpoint, loading.weights, loading.follow_links
-    if weights == "stored":
+    if weights == STORED:
         count = stored_bytes(
             checkpoint, loading.dtype, follow_links=follow_links, drafts=loading.drafts
         )
@@ -137,8 +138,8 @@ def check_engine_memory(
         "a step": workspace,
     }
     if mesh is not None:
-        is_stored = weights == "stored" and _has_codes(checkpoint, follow_links=follow_links)
-        form = "released" if is_stored else "dense"
+        is_stored = weights == STORED and _has_codes(checkpoint, follow_links=follow_links)
+        form = STORED if is_stored else np.dtype(loading.dtype).name
         needs["weights"] = int(count * weight_share(config, mesh, weights=form))
         if jax.default_backend() == "cpu":
             needs = {name: each * len(mesh.local_devices) for name, each in needs.items()}

@@ -15,11 +15,11 @@ from dsv4_jax.cache.empty_cache import cache_shapes
 from dsv4_jax.cache.model_cache import family_bytes, family_kinds, tree_bytes
 from dsv4_jax.cache.schema import FamilyKind, blocks_of
 from dsv4_jax.cli.arguments import (
-    WEIGHTS,
     add_cache_format,
     add_drafts,
     add_follow_links,
     add_mesh,
+    add_weights,
     real,
     whole,
 )
@@ -30,6 +30,7 @@ from dsv4_jax.cli.presets import PRESETS
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.kinds import MAX_I32
 from dsv4_jax.model.params import param_shapes
+from dsv4_jax.model.weight_forms import RELEASE_FORMS, STORED
 from dsv4_jax.model.weight_sizes import bytes_by_family
 
 _MIB = 2**20
@@ -53,11 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=real(0, 2**20),
         help="memory of a GPU in GiB; if not given, that of --gpu",
     )
-    parser.add_argument(
-        "--weights",
-        choices=tuple(WEIGHTS),
-        default="released",
-        help="FP8 and FP4 as the release stores them, or all decoded to bfloat16",
+    add_weights(
+        parser,
+        RELEASE_FORMS,
+        STORED,
+        "FP8 and FP4 as the release stores them, or all decoded to bfloat16",
     )
     parser.add_argument(
         "--weights-gib",
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'draft window':<28}{draft / _MIB:>18,.2f}")
     total = tree_bytes(cache)
     print(f"\ncache: {total / 2**30:,.2f} GiB, tables and lengths included")
-    shapes = param_shapes(config, "bfloat16", weights=WEIGHTS[args.weights])
+    shapes = param_shapes(config, weights=args.weights)
     count = print_weights(bytes_by_family(shapes), args.weights)
     draft = f", {draft_name(config)} included" if config.has_draft else ""
     print(f"\nweights: {count / 2**30:,.2f} GiB, {count:,} bytes{draft}")
@@ -148,7 +149,7 @@ def _print_fit(
         config,
         context=args.context,
         cache_format=args.cache_format,
-        weights=WEIGHTS[args.weights],
+        weights=args.weights,
     )
     placed = place_model(data=1, model=1, gpu_bytes=gpus.memory_bytes)
     pools = placed.pools

@@ -9,7 +9,6 @@ import functools
 from dsv4_jax.bench.floor import LINK_BANDWIDTH, StepFloor, step_floor
 from dsv4_jax.bench.placement import STEP_TOKENS, Placement, fitting_meshes, place, placements_on
 from dsv4_jax.bench.roofline import BANDWIDTH
-from dsv4_jax.cli.arguments import WEIGHTS
 from dsv4_jax.cli.gpus import Gpus
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.weight_sizes import FORMATS
@@ -33,7 +32,7 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
         gpu_bytes=gpus.memory_bytes,
         context=args.context,
         cache_format=args.cache_format,
-        weights=WEIGHTS[args.weights],
+        weights=args.weights,
         split_cache=args.split_cache,
     )
     if args.weights_gib is not None:

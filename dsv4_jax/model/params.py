@@ -26,6 +26,7 @@ from dsv4_jax.model.layer_params import (
     stack_shapes,
 )
 from dsv4_jax.model.released import quantize_leaves, released_shapes
+from dsv4_jax.model.weight_forms import STORED, WEIGHT_FORMS, dtype_beside
 from dsv4_jax.peers import PeerBuffers
 from pallas_kernels.common.weights import is_quantized
 
@@ -135,23 +136,24 @@ def _take_layer(stack: jax.Array, index: jax.Array | int, place: NamedSharding |
 
 
 def param_shapes(
-    config: DSV4Config, dtype: Any = jnp.float32, *, weights: str = "dense"
+    config: DSV4Config, dtype: Any = None, *, weights: str | None = None
 ) -> DSV4Params:
     """The shapes and dtypes of all parameters, as a tree of `jax.ShapeDtypeStruct`.
 
     Args:
       config: the model.
       dtype: dtype of activations and of the weights released as BF16, FP8 or FP4; others are f32
-        and i32.
-      weights: "dense", or "released" for block FP8 and MXFP4 where the release has them.
+        and i32. None is as in `load_checkpoint`, and f32 without `weights` too.
+      weights: the form they are held in, one of `WEIGHT_FORMS`; None is dense in `dtype`.
 
     Raises:
-      ValueError: there are no such weights.
+      ValueError: there are no such weights, or `dtype` is not that of dense ones.
     """
-    if weights not in ("dense", "released"):
-        raise ValueError(f"weights must be dense or released, got {weights!r}")
-    shapes = _dense_shapes(config, dtype)
-    return shapes if weights == "dense" else released_shapes(shapes)
+    if weights is None:
+        return _dense_shapes(config, jnp.float32 if dtype is None else dtype)
+    weights = WEIGHT_FORMS.check("weights", weights)
+    shapes = _dense_shapes(config, dtype_beside(weights, dtype))
+    return released_shapes(shapes) if weights == STORED else shapes
 
 
 def quantize_params(config: DSV4Config, params: DSV4Params) -> DSV4Params:

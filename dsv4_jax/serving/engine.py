@@ -22,6 +22,7 @@ from dsv4_jax.mesh import find_mesh
 from dsv4_jax.model.check_params import check_params
 from dsv4_jax.model.params import DSV4Params, unstack_layers
 from dsv4_jax.model.shardings import param_shardings
+from dsv4_jax.model.weight_forms import STORED
 from dsv4_jax.peers import make_peer_buffers
 from dsv4_jax.serving.engine_core import EngineCore
 from dsv4_jax.serving.options import EngineOptions
@@ -120,7 +121,7 @@ class Engine(EngineCore):
         *,
         tokenizer: Tokenizer | None = None,
         revision: str | None = None,
-        weights: str = "stored",
+        weights: str = STORED,
         dtype: DTypeLike | None = None,
         progress: bool = True,
         check_weights: bool | None = None,

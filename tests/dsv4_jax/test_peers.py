@@ -142,7 +142,7 @@ def test_parameters_carry_them():
     assert shapes.data.shape == (8, PeerLayout(2).num_words)
     assert shapes.model.shape == (8, PeerLayout(4).num_words)
     config = ds.DSV4Config.flash()
-    params = dataclasses.replace(param_shapes(config, weights="released"), peers=shapes)
+    params = dataclasses.replace(param_shapes(config, jnp.float32, weights="stored"), peers=shapes)
     check_params(config, params)
     where = ds.param_shardings(config, mesh, params)
     assert where.peers.data.spec == where.peers.model.spec == BY_DEVICE

@@ -37,7 +37,7 @@ class Settings:
     part: Annotated[float | None, Ruled(Share(), flag=Real(0.1, 1), help="which part")] = None
     is_on: Annotated[bool, Ruled(Flag(), help="whether")] = False
     is_off: Annotated[bool, Ruled(Flag(), help="whether not")] = True
-    form: Annotated[str, Ruled(Word(("a", "b")), help="which form")] = "a"
+    form: Annotated[str, Ruled(Word(("a", "b"), also=(("old", "b"),)), help="which form")] = "a"
     sizes: Annotated[tuple[int, ...], Ruled(ListOf(Whole(1), 3, "sizes"), help="sizes")] = (4,)
     free: int = 0
 
@@ -52,6 +52,7 @@ def test_python_gets_checked_plain_values():
         int, float, float,
     ]  # fmt: skip
     assert "free" not in rules_of(Settings)
+    assert Settings(form="old") == Settings(form="b")
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,7 @@ def test_a_command_line_has_an_option_for_each_field_with_a_help():
     assert Settings(**arguments.chosen_fields(parser.parse_args(words), Settings)) == Settings(
         count=1, warmth=0, part=1, is_on=True, is_off=False, form="b", sizes=(1, 2)
     )
+    assert arguments.chosen_fields(parser.parse_args(["--form=old"]), Settings)["form"] == "b"
     for word, told in (
         ("--count=9", "argument --count: must be a whole number from 1 to 8, got '9'"),
         ("--part=0", "argument --part: must be a finite number from 0.1 to 1"),

@@ -55,7 +55,7 @@ def write_good(folder):
 
 def write_released(good, folder):
     """The same model in the release's FP8 and FP4, with scales, in two shards."""
-    convert_checkpoint(good, folder, weights="released", progress=False)
+    convert_checkpoint(good, folder, weights="stored", progress=False)
     (folder / RECORD).unlink()
     hostile_shards.split(folder / WEIGHTS, 2)
     shutil.copy(good / TOKENIZER, folder)

@@ -83,7 +83,7 @@ def compile_on(
             lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), tree, shardings
         )
 
-    params = ds.model.param_shapes(config, jnp.bfloat16, weights="released")
+    params = ds.model.param_shapes(config, weights="stored")
     params = ds.unstack_layers(params)
     params = placed(params, ds.param_shardings(config, mesh, params))
     if peers:

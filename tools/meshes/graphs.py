@@ -78,7 +78,7 @@ def run_setting(name, arguments):
         num_mtp_layers=0,
         num_routed_experts=8 if arguments.tiny else EXPERTS,
     )
-    weights = "dense" if arguments.tiny else "released"
+    weights = "bfloat16" if arguments.tiny else "stored"
     devices = len(jax.devices())
     mesh = ds.make_mesh(1, devices)
     cases = [

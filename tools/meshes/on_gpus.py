@@ -74,8 +74,8 @@ class Sizes:
         return max(self.lengths) + 4 * PER_ROW
 
 
-RELEASED = Sizes((2300, 37, 18, 1, 140, 529, 33, 900), 80, "fp8_ue8m0", "released")
-TINY = Sizes((150, 37, 18, 1, 40, 129, 33, 12), 60, "f32", "dense")
+RELEASED = Sizes((2300, 37, 18, 1, 140, 529, 33, 900), 80, "fp8_ue8m0", "stored")
+TINY = Sizes((150, 37, 18, 1, 40, 129, 33, 12), 60, "f32", "float32")
 
 
 def model(sizes):

@@ -43,7 +43,7 @@ def test_weights_of_the_release_are_measured_and_counted(tmp_path, activations):
     few = ("--layers", "3", *arguments)
     found = bench(tmp_path, "decode", "--batch", "2", "--contexts", "64", "--quick", *few)
     (row,) = found["rows"]
-    assert (found["weights"], found["experts"]) == ("released", 12)
+    assert (found["weights"], found["experts"]) == ("stored", 12)
     assert row["activations"] == activations
     assert row["finite"]
     assert row["expected_experts"] == pytest.approx(12 * (1 - (9 / 12) ** 2))

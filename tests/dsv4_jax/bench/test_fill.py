@@ -78,7 +78,7 @@ def test_a_step_runs_on_it():
     cache = filled("fp8_ue8m0", max_context_tokens=640)
     rows = jnp.arange(3, dtype=jnp.int32)
     step_input = ds.StepInput(token_ids=rows, request_ids=rows, request_slots=rows)
-    params = random_params(config, dtype=jnp.float32)
+    params = random_params(config, weights="float32")
     cache, logits = ds.jit_decode_step(params, cache, step_input, config=config)
     np.testing.assert_array_equal(cache.length_tokens, LENGTHS + 1)
     assert bool(jnp.all(jnp.isfinite(logits)))

@@ -95,7 +95,7 @@ def test_a_split_cache_leaves_room_for_more_requests():
 def test_one_device_has_no_collectives_and_reads_what_a_decode_step_reads():
     found = step(1, 1, 1)
     assert found.collectives == ()
-    placed = ds.model.param_shapes(FLASH, "bfloat16", weights="released")
+    placed = ds.model.param_shapes(FLASH, "bfloat16", weights="stored")
     weights = sum(roofline.step_weight_bytes(FLASH, placed, batch=1).values())
     assert found.num_bytes == pytest.approx(weights, rel=0.02)  # the cache, and rows of products
     assert found.seconds > weights / roofline.BANDWIDTH

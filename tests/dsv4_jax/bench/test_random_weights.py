@@ -20,13 +20,13 @@ pytestmark = pytest.mark.unoptimised
 
 @functools.cache
 def released():
-    return random_params(serving.CONFIG, weights="released")
+    return random_params(serving.CONFIG, weights="stored")
 
 
 @pytest.mark.slow
 def test_shapes_are_those_of_released_weights():
     expected = ds.unstack_layers(
-        ds.model.param_shapes(serving.CONFIG, jnp.bfloat16, weights="released")
+        ds.model.param_shapes(serving.CONFIG, jnp.bfloat16, weights="stored")
     )
     assert jax.tree.structure(released()) == jax.tree.structure(expected)
     for (path, leaf), (_, shape) in zip(

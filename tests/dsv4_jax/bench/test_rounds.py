@@ -37,7 +37,7 @@ def case(**changes):
 
 
 def flash_bytes(draft_tokens):
-    shapes = ds.unstack_layers(ds.model.param_shapes(FLASH, jnp.bfloat16, weights="released"))
+    shapes = ds.unstack_layers(ds.model.param_shapes(FLASH, jnp.bfloat16, weights="stored"))
     return round_floor.round_bytes(
         FLASH, shapes, batch=1, draft_tokens=draft_tokens, context=1, cache_format="fp8_ue8m0"
     )
@@ -59,8 +59,8 @@ def test_bytes_of_a_round_of_flash(drafts, verified, in_all):
 
 
 def test_stages_have_released_formats_and_are_taken_apart():
-    made = random_params(TINY, weights="released")
-    expected = ds.unstack_layers(ds.model.param_shapes(TINY, jnp.bfloat16, weights="released"))
+    made = random_params(TINY, weights="stored")
+    expected = ds.unstack_layers(ds.model.param_shapes(TINY, jnp.bfloat16, weights="stored"))
     assert jax.tree.structure(made) == jax.tree.structure(expected)
     draft = dict(walk_weights(made.mtp))
     assert isinstance(made.mtp.stages, tuple)

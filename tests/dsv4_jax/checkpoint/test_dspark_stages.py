@@ -148,7 +148,7 @@ def test_what_is_saved_is_what_was_loaded(tmp_path, max_shard_bytes):
 
 def test_a_conversion_of_a_release_has_its_bytes(tmp_path):
     folder = write_dspark(tmp_path / "x")
-    convert_checkpoint(folder, tmp_path / "made", weights="released", progress=False)
+    convert_checkpoint(folder, tmp_path / "made", weights="stored", progress=False)
     stored = read_tensors(folder / "model.safetensors")
     assert read_tensors(tmp_path / "made" / "model.safetensors") == stored
     assert json.loads((tmp_path / "made" / "config.json").read_text()) == (
@@ -170,7 +170,7 @@ def test_stages_are_decoded_and_quantised_again(tmp_path):
     _, whole = load(folder, weights="bfloat16")
     for name in stage_table(TRUNK, DRAFT):
         np.testing.assert_array_equal(leaf_of(params.mtp, name), leaf_of(whole.mtp, name))
-    convert_checkpoint(tmp_path / "made", tmp_path / "again", weights="released", progress=False)
+    convert_checkpoint(tmp_path / "made", tmp_path / "again", weights="stored", progress=False)
     again = read_tensors(tmp_path / "again" / "model.safetensors")
     stored = read_tensors(folder / "model.safetensors")
     assert {n: entry[:2] for n, entry in again.items()} == {
@@ -184,9 +184,9 @@ def test_a_conversion_without_the_draft_is_another_one(tmp_path):
     """What was begun with the draft does not go on without it."""
     folder = write_dspark(tmp_path / "x")
     made = tmp_path / "made"
-    convert_checkpoint(folder, made, weights="released", progress=False)
+    convert_checkpoint(folder, made, weights="stored", progress=False)
     with pytest.raises(ValueError, match="holds a model already"):
-        convert_checkpoint(folder, made, weights="released", progress=False, drafts=False)
+        convert_checkpoint(folder, made, weights="stored", progress=False, drafts=False)
 
 
 @pytest.mark.parametrize("listed", [True, False])

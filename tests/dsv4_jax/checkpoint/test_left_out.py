@@ -185,7 +185,7 @@ def test_what_is_written_announces_no_draft(tmp_path, trunk):
     folder = write_dspark(tmp_path / "x", n_mtp_layers=3)
     config, params = load(folder, drafts=False)
     ds.save_checkpoint(config, params, tmp_path / "saved")
-    options = {"weights": "released", "progress": False, "drafts": False}
+    options = {"weights": "stored", "progress": False, "drafts": False}
     convert_checkpoint(folder, tmp_path / "made", **options)
     for made in ("saved", "made"):
         contents = json.loads((tmp_path / made / "config.json").read_text())

@@ -13,7 +13,7 @@ def repr_type(value):
     return type(value).__name__
 
 
-RELEASED = {"weights": "released"}
+RELEASED = {"weights": "stored"}
 CALLS = {
     "load_checkpoint": (ds.load_checkpoint, "path"),
     "load_tokenizer": (load_tokenizer, "path"),

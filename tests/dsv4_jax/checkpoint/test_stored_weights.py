@@ -92,7 +92,7 @@ def test_stored_weights_are_those_of_the_release(tmp_path, released):
     """Formats, dtypes and shapes; decoded they are what decoding while loading gives."""
     folder = write_released(tmp_path / "x", CONFIG, released)
     _, params = load(folder)
-    shapes = param_shapes(CONFIG, jnp.bfloat16, weights="released")
+    shapes = param_shapes(CONFIG, jnp.bfloat16, weights="stored")
     assert jax.tree.structure(params) == jax.tree.structure(shapes)
     for leaf, shape in zip(jax.tree.leaves(params), jax.tree.leaves(shapes), strict=True):
         assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype)
@@ -286,8 +286,8 @@ def test_a_scale_under_two_names(tmp_path, released):
 
 def test_weights_and_dtype(tmp_path, released):
     folder = write_released(tmp_path / "x", CONFIG, released)
-    with pytest.raises(ValueError, match=r"weights must be one of .*, got 'released'"):
-        load(folder, weights="released")
+    with pytest.raises(ValueError, match=r"weights must be one of .*, got 'dense'"):
+        load(folder, weights="dense")
     with pytest.raises(ValueError, match="that of the decoded weights, bfloat16, got float32"):
         load(folder, weights="bfloat16", dtype=jnp.float32)
     _, params = load(folder, dtype=jnp.float32)

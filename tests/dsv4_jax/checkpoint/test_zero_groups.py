@@ -79,7 +79,7 @@ def test_a_zero_group_of_our_own_is_not_rounded(tmp_path, recwarn):
     pairs[3, :16] = 0
     folder = write_released(tmp_path / "x", TRUNK, tensors | {f"{EXPERT}.weight": pairs})
     convert_checkpoint(folder, tmp_path / "dense", weights="bfloat16", progress=False)
-    convert_checkpoint(tmp_path / "dense", tmp_path / "y", weights="released", progress=False)
+    convert_checkpoint(tmp_path / "dense", tmp_path / "y", weights="stored", progress=False)
     _, _, codes = read_tensors(tmp_path / "y" / "model.safetensors")[f"{EXPERT}.scale"]
     assert codes[3 * 2] == 1
     load(tmp_path / "y")

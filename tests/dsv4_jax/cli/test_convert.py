@@ -1,6 +1,7 @@
 """`dsv4-jax convert`: to the formats of the release and back, restarted, and refused."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -127,7 +128,7 @@ def test_what_is_quantised_keeps_its_bytes(tmp_path, experts):
     """With f32 scales too; but not beside others of its layers that are dense."""
     tensors = released_tensors(CONFIG, scales="F32", experts=experts)
     source = write_released(tmp_path / "a", CONFIG, tensors)
-    convert.convert_checkpoint(source, tmp_path / "b", weights="released", progress=False)
+    convert.convert_checkpoint(source, tmp_path / "b", weights="stored", progress=False)
     expected = read_tensors(source / "model.safetensors")
     assert read_tensors(tmp_path / "b" / "model.safetensors") == expected
 
@@ -135,7 +136,7 @@ def test_what_is_quantised_keeps_its_bytes(tmp_path, experts):
     del tensors[f"{name}.scale"]
     tensors[f"{name}.weight"] = np.ones((160, 176), np.float32)
     source = write_released(tmp_path / "a", CONFIG, tensors)
-    convert.convert_checkpoint(source, tmp_path / "c", weights="released", progress=False)
+    convert.convert_checkpoint(source, tmp_path / "c", weights="stored", progress=False)
     ffn = load(tmp_path / "c").layers["csa_learned"].ffn
     assert type(ffn.w1).__name__ == "MXFP4"
     np.testing.assert_array_equal(ffn.w1.decode()[0, 1], np.ones((160, 176)))
@@ -168,7 +169,7 @@ def test_an_interrupted_conversion_goes_on(dense, released, tmp_path, monkeypatc
 
     def run():
         convert.convert_checkpoint(
-            dense, folder, weights="released", max_shard_bytes=100_000, progress=False
+            dense, folder, weights="stored", max_shard_bytes=100_000, progress=False
         )
 
     with monkeypatch.context() as patch:
@@ -243,7 +244,7 @@ DAMAGE = [cut, flip, extend, pathlib.Path.unlink, put_directory, put_link]
 
 def convert_in_shards(source, folder, shard_bytes=400_000):
     convert.convert_checkpoint(
-        source, folder, weights="released", max_shard_bytes=shard_bytes, progress=False
+        source, folder, weights="stored", max_shard_bytes=shard_bytes, progress=False
     )
 
 
@@ -306,7 +307,7 @@ def test_a_process_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
     program = (
         "import sys, dsv4_jax.checkpoint.convert as c\n"
         "print('ready', flush=True)\n"
-        "c.convert_checkpoint(sys.argv[1], sys.argv[2], weights='released',"
+        "c.convert_checkpoint(sys.argv[1], sys.argv[2], weights='stored',"
         " max_shard_bytes=400_000, progress=False)"
     )
     command = [sys.executable, "-c", program, str(dense), str(folder)]
@@ -464,9 +465,25 @@ def test_another_unfinished_conversion_is_not_continued(dense, released, tmp_pat
     with monkeypatch.context() as patch:
         interrupt_at(patch, 1)
         with pytest.raises(Interrupted):
-            convert.convert_checkpoint(dense, folder, weights="released", progress=False)
-    for source, weights in ((released, "released"), (dense, "bfloat16")):
+            convert.convert_checkpoint(dense, folder, weights="stored", progress=False)
+    for source, weights in ((released, "stored"), (dense, "bfloat16")):
         with pytest.raises(ValueError, match="unfinished conversion of another"):
             convert.convert_checkpoint(source, folder, weights=weights, progress=False)
     with pytest.raises(ValueError, match="weights must be one of"):
-        convert.convert_checkpoint(dense, folder, weights="stored", progress=False)
+        convert.convert_checkpoint(dense, folder, weights="float32", progress=False)
+
+
+def test_a_conversion_that_the_earlier_word_began_goes_on(dense, tmp_path):
+    """Records hold a digest of what is converted and how, with the word that it was asked in."""
+    folder = tmp_path / "x"
+    convert.convert_checkpoint(dense, folder, weights="stored", progress=False)
+    files = [dense / "config.json", dense / "model.safetensors"]
+    described = {
+        "source": str(dense.resolve()),
+        "weights": "released",
+        "max_shard_bytes": convert.MAX_SHARD_BYTES,
+        "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+    }
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    assert json.loads((folder / "conversion.json").read_text())["conversion"] == digest
+    convert.convert_checkpoint(dense, folder, weights="released", progress=False)

@@ -30,7 +30,7 @@ def params():
 
 @functools.cache
 def shapes():
-    found = ds.model.param_shapes(CONFIG, weights="released")
+    found = ds.model.param_shapes(CONFIG, jnp.float32, weights="stored")
     return dataclasses.replace(found, embed=jnp.zeros(found.embed.shape))
 
 

@@ -25,7 +25,7 @@ def flash():
     config = dataclasses.replace(
         ds.DSV4Config.flash().without_draft(), num_routed_experts=192, dspark=SPEC
     )
-    return StepCost.of(config, ds.model.param_shapes(config, jnp.bfloat16, weights="released"))
+    return StepCost.of(config, ds.model.param_shapes(config, jnp.bfloat16, weights="stored"))
 
 
 def test_bytes_of_one_row_are_those_of_the_arithmetic(flash):

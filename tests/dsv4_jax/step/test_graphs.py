@@ -59,7 +59,7 @@ def test_a_changed_bit_is_seen():
 @pytest.mark.parametrize(("batch", "context"), [(1, 4096), (8, 16_384), (64, 16_384), (256, 2048)])
 def test_concurrent_graphs_change_no_bit(batch, context):
     config = first_layers(ds.DSV4Config.flash(), 8, num_routed_experts=64)
-    params = random_params(config, weights="released")
+    params = random_params(config, weights="stored")
     sizes = {"batch": batch, "context": context, "steps": STEPS}
     serial = decode(config, params, **sizes)
     assert len(set(serial[0])) > 1

@@ -26,7 +26,7 @@ def mesh_of(data, model):
     return AbstractMesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
-def specs(config, *sizes, weights="dense", stacked=True):
+def specs(config, *sizes, weights="bfloat16", stacked=True):
     shapes = param_shapes(config, jnp.bfloat16, weights=weights)
     shapes = shapes if stacked else ds.unstack_layers(shapes)
     found = ds.param_shardings(config, mesh_of(*sizes), shapes)
@@ -144,7 +144,7 @@ def test_every_kind_of_step_on_a_split_cache(random_steps, mesh):
 
 def test_heads_width_vocabulary_and_experts_are_split():
     flash = ds.DSV4Config.flash()
-    found = specs(flash, 2, 4, weights="released")
+    found = specs(flash, 2, 4, weights="stored")
     layer = "layers.csa_learned."
     assert found["embed"] == found["head"] == P("model")
     for name in ("wq_b.codes", "wq_b.scale", "wo_a.codes", "wo_a.scale", "attn_sink"):
@@ -156,7 +156,7 @@ def test_heads_width_vocabulary_and_experts_are_split():
     assert found["mtp.block.ffn.w1.scale"] == P(("data", "model"))
     for name in ("attn.wkv.codes", "attn.indexer.wq_b.codes", "ffn.gate", "hc_ffn.fn"):
         assert found[layer + name] == P()
-    alone = specs(flash, 2, 4, weights="released", stacked=False)
+    alone = specs(flash, 2, 4, weights="stored", stacked=False)
     assert alone["layers.csa_learned.0.attn.wo_b.codes"] == P(None, "model")
 
 
@@ -213,7 +213,7 @@ def test_a_mesh_of_a_million_devices_is_refused_at_once():
 
 def test_a_block_of_scales_stays_on_one_device():
     config = dataclasses.replace(ds.DSV4Config.tiny(), moe_intermediate_size=128)
-    shapes = param_shapes(config, weights="released")
+    shapes = param_shapes(config, jnp.float32, weights="stored")
     with pytest.raises(ValueError, match=r"the size of .*=\d+ must divide .* in blocks of 128"):
         ds.param_shardings(config, mesh_of(1, 2), shapes)
 
