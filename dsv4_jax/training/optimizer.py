@@ -16,6 +16,19 @@ Trials more than double the time to compile.
 """
 
 
+def rate_at(highest: float, warm_up: int, count: int, done: float) -> jax.Array:
+    """The learning rate of a step, f32[].
+
+    Args:
+      highest: what it rises to.
+      warm_up: steps of which each has a larger share of it, the last one all.
+      count: steps before this one.
+      done: what they are of the whole training, 0 to 1; a cosine falls to a hundredth at 1.
+    """
+    warm = optax.linear_schedule(0.0, 1.0, warm_up)(count + 1)
+    return jnp.float32(highest * warm * optax.cosine_decay_schedule(1.0, 1, alpha=0.01)(done))
+
+
 def make_optimizer(params: Any) -> optax.GradientTransformation:
     """Adam at rate 1, for the caller to scale by the rate of the moment; tables stay."""
     labels = jax.tree.map(lambda leaf: "keep" if leaf.dtype == jnp.int32 else "train", params)

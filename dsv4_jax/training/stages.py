@@ -34,7 +34,7 @@ from dsv4_jax.model.draft_params import DSparkParams, MTPParams
 from dsv4_jax.model.params import DSV4Params, param_shapes
 from dsv4_jax.runtime import set_xla_flags
 from dsv4_jax.training.corpus import EOS, Corpus, read_corpus
-from dsv4_jax.training.optimizer import XLA_TRAINING_FLAGS, make_optimizer, move
+from dsv4_jax.training.optimizer import XLA_TRAINING_FLAGS, make_optimizer, move, rate_at
 from dsv4_jax.training.rounds import evaluate
 from dsv4_jax.training.stage_losses import StageLosses, stage_loss
 from dsv4_jax.training.train import batches, starting_params
@@ -50,7 +50,8 @@ class StagePlan:
       batch: rows of a step.
       length: bytes of a row.
       num_anchors: blocks of a row.
-      rate: the highest learning rate, after a warm-up of 50 steps; a cosine follows.
+      rate: the highest learning rate, as of `rate_at`.
+      warm_up: steps until then.
       decay: weight decay of matrices, per unit of the learning rate.
       noise: share of bytes that are read wrong.
       steps_between_reports: steps between reports.
@@ -62,15 +63,11 @@ class StagePlan:
     length: int = 512
     num_anchors: int = 64
     rate: float = 3e-3
+    warm_up: int = 50
     decay: float = 0.1
     noise: float = 0.02
     steps_between_reports: int = 100
     minutes: float = math.inf
-
-    def rate_at(self, count: int, done: float) -> float:
-        """The learning rate after so many steps, and that share of all."""
-        warm = min(1.0, (count + 1) / 50)
-        return self.rate * warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def with_stages(config: DSV4Config, *, markov_rank: int = 64) -> DSV4Config:
@@ -172,7 +169,7 @@ def train_stages(
         done = share_done()
         if done >= 1:
             break
-        rate = jnp.float32(plan.rate_at(count, done))
+        rate = rate_at(plan.rate, plan.warm_up, count, done)
         stages, state, new = stage_step(
             stages, state, trunk, text, rate, jnp.float32(plan.decay), config=config
         )

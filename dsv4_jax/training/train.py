@@ -34,7 +34,7 @@ from dsv4_jax.regular_files import has_regular_file, open_regular
 from dsv4_jax.runtime import set_xla_flags
 from dsv4_jax.training.corpus import BOS, EOS, VOCAB_SIZE, Corpus, byte_tokenizer, read_corpus
 from dsv4_jax.training.losses import held_out_loss, training_loss
-from dsv4_jax.training.optimizer import XLA_TRAINING_FLAGS, make_optimizer, move
+from dsv4_jax.training.optimizer import XLA_TRAINING_FLAGS, make_optimizer, move, rate_at
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
 
@@ -136,7 +136,8 @@ class Plan:
       length: bytes of a row.
       long_length: bytes of a row in the last steps, one row a step; 0 is none of those.
       long_share: their share of the steps.
-      rate: the highest learning rate, after a warm-up of 100 steps; a cosine follows.
+      rate: the highest learning rate, as of `rate_at`.
+      warm_up: steps until then.
       decay: weight decay of matrices, per unit of the learning rate.
       noise: share of bytes that are read wrong.
       dense_share: share of the steps, the first ones, in which CSA layers attend to every entry.
@@ -150,16 +151,12 @@ class Plan:
     long_length: int = 0
     long_share: float = 0.0
     rate: float = 3e-3
+    warm_up: int = 100
     decay: float = 1.0
     noise: float = 0.1
     dense_share: float = 0.4
     steps_between_reports: int = 200
     minutes: float = math.inf
-
-    def rate_at(self, count: int, done: float) -> float:
-        """The learning rate after so many steps, and that share of all."""
-        warm = min(1.0, (count + 1) / 100)
-        return self.rate * warm * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 LARGE = Plan(num_steps=8000, rate=1.5e-3, noise=0.05, long_length=8192, long_share=0.25, minutes=50)
@@ -270,7 +267,7 @@ def train(
             params,
             optimizer,
             text,
-            jnp.float32(plan.rate_at(num_short + num_long, done)),
+            rate_at(plan.rate, plan.warm_up, num_short + num_long, done),
             jnp.float32(plan.decay),
             jnp.asarray(done < plan.dense_share),
             config=config,

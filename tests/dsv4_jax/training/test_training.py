@@ -20,6 +20,7 @@ from dsv4_jax.training.corpus import (
     read_held_out,
 )
 from dsv4_jax.training.losses import select_all, select_at_random, training_loss
+from dsv4_jax.training.optimizer import rate_at
 from dsv4_jax.training.train import (
     LARGE,
     SIZES,
@@ -47,6 +48,15 @@ CONFIG = dataclasses.replace(
 @pytest.fixture(scope="module")
 def corpus():
     return read_corpus()
+
+
+def test_the_rate_rises_and_follows_a_cosine():
+    for count, done in ((0, 0.0), (49, 0.1), (98, 0.3), (99, 0.3), (400, 0.5), (799, 0.9), (7, 1)):
+        warm = min(1.0, (count + 1) / 100)
+        cosine = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
+        rate = rate_at(3e-3, 100, count, done)
+        assert (rate.shape, rate.dtype) == ((), jnp.float32)
+        assert float(rate) == pytest.approx(3e-3 * warm * cosine, rel=1e-5)
 
 
 @pytest.mark.slow
