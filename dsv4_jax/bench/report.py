@@ -14,6 +14,19 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0][:300]}"
 
 
+def timed(row: dict[str, Any], name: str = "ms") -> str:
+    """The median of a row's times under a name, and the least and the most where there are some."""
+    text = f"{row[name]:.3f} ms"
+    if f"{name}_least" in row:
+        text += f" ({row[f'{name}_least']:.3f} to {row[f'{name}_most']:.3f})"
+    return text
+
+
+def compiled(row: dict[str, Any], prefix: str = "") -> str:
+    """How long it took to trace and compile what a row's fields of that prefix tell of."""
+    return f"compiled in {row[f'{prefix}trace_s'] + row[f'{prefix}compile_s']:.1f} s"
+
+
 def decode_line(row: dict[str, Any]) -> str:
     """One case of `bench decode` as a line of text."""
     split = ", split cache" if row.get("split_cache") else ""
@@ -21,18 +34,14 @@ def decode_line(row: dict[str, Any]) -> str:
     if "skipped" in row:
         return f"{words[0]} skipped {row['skipped']}"
     if "compile_s" in row:
-        words.append(
-            f"compiled in {row['trace_s'] + row['compile_s']:.1f} s, "
-            f"{row['launches']['total']:,} launches,"
-        )
+        words.append(f"{compiled(row)}, {row['launches']['total']:,} launches,")
     if "step_ms" in row:
         words.append(
-            f"{row['step_ms']:.3f} ms ({row['step_ms_least']:.3f} to {row['step_ms_most']:.3f}), "
-            f"{row['tokens_per_s']:,.0f} tokens/s, {row['copy_share']:.0%} of the copy bandwidth,"
+            f"{timed(row, 'step_ms')}, {row['tokens_per_s']:,.0f} tokens/s, "
+            f"{row['copy_share']:.0%} of the copy bandwidth,"
         )
     if "cache_part_ms" not in row and "cache_part_compile_s" in row:
-        seconds = row["cache_part_trace_s"] + row["cache_part_compile_s"]
-        words.append(f"cache part compiled in {seconds:.1f} s,")
+        words.append(f"cache part {compiled(row, 'cache_part_')},")
     if "cache_part_ms" in row:
         words.append(
             f"cache part {row['cache_part_ms']:.3f} ms, "
@@ -42,10 +51,7 @@ def decode_line(row: dict[str, Any]) -> str:
         kinds = (f"{kind} {ms:.3f}" for kind, ms in row["layer_ms"].items())
         words.append(f"ms a layer: {', '.join(kinds)},")
     if "loop_ms" in row:
-        words.append(
-            f"{row['loop_ms']:.3f} ms ({row['loop_ms_least']:.3f} to {row['loop_ms_most']:.3f}) a "
-            f"token in a loop of {row['loop_steps']},"
-        )
+        words.append(f"{timed(row, 'loop_ms')} a token in a loop of {row['loop_steps']},")
     words += [f"{part} failed, {error}," for part, error in row.get("failed", {}).items()]
     return " ".join(words).rstrip(",")
 
@@ -135,13 +141,13 @@ def prefill_line(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"{where} failed, {row['failed']}"
     if "prefill_s" not in row:
-        return f"{where} compiled in {row['trace_s'] + row['compile_s']:.1f} s"
+        return f"{where} {compiled(row)}"
     return (
         f"{where} {row['prefill_s']:.3f} s, "
         f"{row['tokens_per_s']:,.0f} tokens/s, {row['matrix_share']:.0%} of the bf16 matrix rate "
         f"({row['fp8_share']:.0%} of that of FP8), "
-        f"{row['temp_bytes'] / 2**30:.2f} GiB beside weights and cache, compiled in "
-        f"{row['trace_s'] + row['compile_s']:.1f} s, reads {_weights_read(row)}"
+        f"{row['temp_bytes'] / 2**30:.2f} GiB beside weights and cache, {compiled(row)}, "
+        f"reads {_weights_read(row)}"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsv4_jax.bench.report import table_lines
+from dsv4_jax.bench.report import compiled, table_lines, timed
 from dsv4_jax.bench.round_programs import PARTS
 
 
@@ -26,7 +26,7 @@ def part_line(row: dict[str, Any], part: str) -> str:
     if "failed" in found:
         return f"{words[0]} failed, {found['failed']}"
     if "ms" in found:
-        words.append(f"{found['ms']:.3f} ms{_spread(found)},")
+        words.append(f"{timed(found)},")
     if "floor_ms" in found:
         words.append(_floor(found))
     if "tokens_a_round" in found:
@@ -36,8 +36,7 @@ def part_line(row: dict[str, Any], part: str) -> str:
         words.append(
             f"{launches['total']:,} launches, {launches['ours']:,} ours, "
             f"{found['temp_bytes'] / 2**20:,.1f} MiB beside, "
-            f"{found['alias_bytes'] / 2**20:,.1f} in place, "
-            f"compiled in {found['trace_s'] + found['compile_s']:.1f} s,"
+            f"{found['alias_bytes'] / 2**20:,.1f} in place, {compiled(found)},"
         )
     plain = row["parts"].get("plain", {}).get("ms")
     if plain and part != "plain" and "ms" in found:
@@ -49,8 +48,8 @@ def kept_line(row: dict[str, Any], kept: int) -> str:
     """Rounds that were taught to keep so many drafts."""
     found = row["kept"][kept]
     return (
-        f"{_where(row)}, taught to keep {kept}: {found['ms']:.3f} ms{_spread(found)}, "
-        f"{_floor(found)} {found['tokens_a_round']:.2f} tokens a round, "
+        f"{_where(row)}, taught to keep {kept}: {timed(found)}, {_floor(found)} "
+        f"{found['tokens_a_round']:.2f} tokens a round, "
         f"{found['as_taught']:.1%} as taught"
     )
 
@@ -85,9 +84,3 @@ def token_table(rows: list[dict[str, Any]]) -> str:
 def _where(row: dict[str, Any]) -> str:
     requests = "1 request" if row["batch"] == 1 else f"{row['batch']} requests"
     return f"{requests} of {row['context']:,} tokens, {row['draft_tokens']} drafts"
-
-
-def _spread(found: dict[str, Any]) -> str:
-    if "ms_least" not in found:
-        return ""
-    return f" ({found['ms_least']:.3f} to {found['ms_most']:.3f})"
