@@ -7,6 +7,7 @@ import re
 import pytest
 
 from benchmarks import tables
+from tools import round_picture
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 ROW = {
@@ -106,6 +107,25 @@ def test_only_the_text_between_the_markers_is_replaced():
     spliced = tables.splice(document, "new\n")
     assert spliced == document.replace("old", "new")
     assert tables.splice(spliced, "new\n") == spliced
+
+
+def test_the_picture_of_rounds_is_that_of_their_table():
+    points, plain_ms = round_picture.read_table(round_picture.DOCUMENT.read_text())
+    assert [x for x, _, _ in points] == [1.0, 2.8, 3.9, 5.0]
+    for _, tokens_s, times in points:  # both are of one run
+        assert tokens_s * plain_ms / 1000 == pytest.approx(times, rel=0.02)
+    made = round_picture.draw(points, plain_ms)
+    assert round_picture.PICTURE.read_text() == made, "run `python -m tools.round_picture`"
+
+
+def test_points_of_a_picture_stand_where_their_numbers_say():
+    made = round_picture.draw([(1.0, 100, 0.5), (3.0, 300, 1.5)], 5.0)
+    places = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', made)
+    (x1, y1), (x3, y3) = [(float(x), float(y)) for x, y in places]
+    (plain,) = re.findall(r'y1="([\d.]+)" [^>]*stroke-dasharray', made)
+    assert x3 - round_picture.LEFT == pytest.approx(3 * (x1 - round_picture.LEFT), abs=0.2)
+    assert float(plain) == pytest.approx((y1 + y3) / 2, abs=0.1)  # 200 tokens a second
+    assert y3 < y1
 
 
 # What the README's rows are called in docs/benchmarks/ and in the results.
