@@ -58,7 +58,11 @@ def main():
     args = parser.parse_args()
     ds.use_compilation_cache()
     engine = ds.Engine.from_checkpoint(
-        ds.SHIPPED_CHECKPOINT, max_requests=6, max_context_tokens=4096, num_blocks=96
+        ds.SHIPPED_CHECKPOINT,
+        max_requests=6,
+        max_context_tokens=4096,
+        num_blocks=96,
+        draft_tokens=5,
     )
     engine.warmup()
     settings = ServeSettings(model_name="shipped", drain_timeout_s=0)

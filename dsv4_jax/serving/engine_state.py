@@ -56,6 +56,8 @@ def read_state(engine: EngineCore) -> dict[str, Any]:
         "sizes": _sizes(engine),
         "counters": {name: getattr(metrics, name) for name in _NUMBERS},
         "finished": dict(metrics.finished),
+        "drafted_at": dict(metrics.drafted_at),
+        "accepted_at": dict(metrics.accepted_at),
         "used_bytes": dict(metrics.used_bytes),
         "held_snapshots": sum(manager.prefixes.tree.num_held_snapshots for manager in managers),
         "first_token_s": _quantiles(metrics.first_token_s),
@@ -89,6 +91,7 @@ def _sizes(engine: EngineCore) -> dict[str, Any]:
         "block_tokens": pools.block_tokens,
         "snapshots": pools.num_snapshots * shards,
         "context_tokens": pools.max_context_tokens,
+        "draft_tokens": engine.loop.runner.draft_tokens,
         "families": families,
         "unit_bytes": {
             family: unit.num_bytes for family, unit in engine.loop.runner.unit_bytes.items()

@@ -111,6 +111,7 @@ function show(now) {
   }
   state = now;
   showFigures(now);
+  showDrafts(now);
   showRequests(now);
   showTree(now);
   showMemory(now);
@@ -135,6 +136,17 @@ function showFigures({ seconds: at, counters, first_token_s: first }) {
   const [area, line] = find("spark").children;
   line.setAttribute("d", `M${points.join("L")}`);
   area.setAttribute("d", `M${points[0].split(" ")[0]} 32L${points.join("L")}L120 32Z`);
+}
+
+// Of requests with drafts, since the start; counts are by the place of a draft in its block.
+
+function showDrafts({ sizes, drafted_at: checked, accepted_at: kept }) {
+  find("drafts").hidden = !sizes.draft_tokens;
+  const [rounds] = Object.values(checked);
+  if (!rounds) return;
+  find("round").textContent = (1 + sum(Object.values(kept)) / rounds).toFixed(2);
+  const shares = Object.entries(checked).map(([place, all]) => Math.round(((kept[place] ?? 0) / all) * 100));
+  find("kept").textContent = `kept ${shares.join(" ")} %`;
 }
 
 function rateAt(place) {

@@ -13,6 +13,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.serve import app
 from dsv4_jax.serve.web_page import PAGE_PATHS, STATE_PATH
+from helpers import taught
 from helpers.browser import OBSTACLE, chromium
 from helpers.serve import BYTES_ALONE, MODEL, ids_of, running, script, tokenizer_fixture
 from helpers.serving import until
@@ -255,6 +256,44 @@ def test_a_key_is_asked_for_once(browser, other_engine):
         browser.click("#send")
         browser.until(lambda: "first token" in browser.text("#timing"))
         browser.run("sessionStorage.clear()")
+
+
+def drafts_are_shown(browser):
+    return not browser.run("return document.querySelector('#drafts').hidden")
+
+
+@BYTES_ALONE
+def test_drafts_are_told_where_there_are_some(browser, server, engine, monkeypatch):
+    open_page(browser, server)
+    assert not drafts_are_shown(browser)
+    monkeypatch.setattr(engine.loop.runner, "draft_tokens", 5)
+    browser.until(lambda: drafts_are_shown(browser))
+    assert not browser.text("#kept")
+    monkeypatch.setattr(engine.metrics, "drafted_at", {"1": 40, "2": 40, "3": 30, "4": 20, "5": 3})
+    monkeypatch.setattr(engine.metrics, "accepted_at", {"1": 30, "2": 20, "3": 9, "4": 1})
+    browser.until(lambda: browser.text("#round") == "2.50")
+    assert browser.text("#kept") == "kept 75 50 30 5 0 %"
+    beyond = "return document.documentElement.scrollWidth - window.innerWidth"
+    for width in (340, 390, 1280):
+        browser.emulate(width, 800)
+        browser.until(lambda: browser.run(beyond) <= 0)
+
+
+@pytest.mark.slow
+def test_drafts_of_an_engine_are_told(browser):
+    engine = taught.make_small()
+    engine.warmup()
+    with running(engine) as server:
+        open_page(browser, server)
+        assert drafts_are_shown(browser)
+        body = {"model": MODEL, "prompt": "A round", "max_tokens": 60, "temperature": 0}
+        body |= {"ignore_eos": True}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).is_success
+        checked, kept = engine.metrics.drafted_at, engine.metrics.accepted_at
+        assert list(checked) == ["1", "2", "3", "4", "5"]
+        tokens = 1 + sum(kept.values()) / checked["1"]
+        assert 1 < tokens < 6
+        browser.until(lambda: browser.text("#round") == f"{tokens:.2f}")
 
 
 @BYTES_ALONE

@@ -33,6 +33,8 @@ def test_an_idle_engine_holds_nothing(engine):
     state = read_state(engine)
     assert state["requests"] == []
     assert state["sizes"]["slots"] == 8
+    assert state["sizes"]["draft_tokens"] == 0
+    assert state["drafted_at"] == state["accepted_at"] == {}
     assert state["sizes"]["families"] == {
         "csa": {"layers": 1, "tokens_of_an_entry": 4, "entries_of_a_block": 32,
                 "ring_tokens": state["sizes"]["families"]["csa"]["ring_tokens"]}
