@@ -124,11 +124,12 @@ def write(count, dim=320):
 
 
 def pick(count):
-    """Three of 24 experts."""
+    """Three of 24 experts, for all tokens but the second, which is padding."""
     rng = np.random.default_rng(5)
     run = functools.partial(pk.pick_experts, count=3, scaling=2.5, backend="triton_gpu")
     logits, bias = np.float32(rng.normal(size=(count, 24))), np.float32(rng.normal(size=24))
-    return jax.jit(run)(logits, bias=bias)
+    segments = np.where(np.arange(count) == 1, -1, 0).astype(np.int32)
+    return jax.jit(run)(logits, bias=bias, segment_ids=segments)
 
 
 CALLS = {
