@@ -128,6 +128,10 @@ def serve_step(
     snapshots = _crossed(serve_input.snapshots, call.row_lengths)
     rows = {attn: stacked(family) for attn, family in new_tokens.items()}
     store = save_snapshots(store, cache.state, rows, kept, snapshots)
+    # Snapshots are made of rings before the commit, which guesses wait for: unordered, XLA would
+    # copy the rings whole.
+    store, state = jax.lax.optimization_barrier((store, cache.state))
+    cache = dataclasses.replace(cache, state=state)
     cache = commit_layers(cache, new_tokens, kept)
     if means is not None:
         block = propose(

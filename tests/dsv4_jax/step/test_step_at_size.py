@@ -54,6 +54,14 @@ def test_a_call_of_several_steps_copies_nothing_either():
     assert launches < 4 * (of_single + 20)
 
 
+@pytest.mark.parametrize("drafts", [("1",), ("5", "--dspark")], ids=["MTP", "DSpark"])
+def test_a_round_copies_no_ring(drafts):
+    """Snapshots read rings before the commit and guesses after it; those of 32 rows are large."""
+    found = figures(1, 32, "--config", "flash", "--weights", "released", "--drafts", *drafts)
+    assert found["alias_bytes"] == found["cache_bytes"]
+    assert found["large_copies"] == []
+
+
 @pytest.mark.parametrize(("config", "layers", "published"), [("flash", 43, 159_609_485_896)])
 def test_arguments_are_the_released_weights(config, layers, published):
     """All experts and the draft block, each read by the step; nothing is held twice."""
