@@ -5,6 +5,7 @@ Source: deepseek_v4.md section 1.3.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -113,6 +114,21 @@ def project_tokens(
     ]
     projections = dict(zip(("compressor", "indexer"), new, strict=False))
     return ProjectedTokens(latent, finish(kv), index_weights=last, **projections)
+
+
+def project_entries(
+    layers: Sequence[AttentionParams], x: jax.Array, positions: jax.Array
+) -> list[jax.Array]:
+    """The window entries alone of layers that read the same x [T, D], as `project_tokens` has them.
+
+    Returns:
+      [T, C] of each layer, before norm and RoPE.
+    """
+    weights = [layer.wkv for layer in layers]
+    products, _ = linears_beside_dense(
+        x, weights, [], [], positions, norms=[None] * len(weights), eps=0.0
+    )
+    return [finish(product) for product in products]
 
 
 def project_queries(

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 
 from dsv4_jax.attention.params import AttentionParams
-from dsv4_jax.attention.projections import Output, output, project_queries, project_tokens
+from dsv4_jax.attention.projections import (
+    Output,
+    output,
+    project_entries,
+    project_queries,
+    project_tokens,
+)
 from dsv4_jax.attention.rope import rope_frequencies
-from dsv4_jax.cache.append import LayerNorms, LayerTokens
+from dsv4_jax.cache.append import LayerNorms, LayerTokens, hold
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.new_tokens import NewTokens
+from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
+from pallas_kernels import NormRope, encode_tokens
 
 
 def swa_attention(
@@ -38,3 +48,27 @@ def swa_attention(
     handle, appended = handle.append(tokens, norms, attends_next=True)
     attended = handle.attend(appended.queries, params.attn_sink, None, frequencies)
     return handle, appended.new_tokens, output(params, attended.astype(x.dtype), config)
+
+
+def window_tokens(
+    layers: Sequence[AttentionParams],
+    x: jax.Array,
+    positions: jax.Array,
+    state: StateCachePool,
+    config: DSV4Config,
+) -> list[NewTokens]:
+    """What layers of the same input are to commit of it, where nothing attends.
+
+    Args:
+      layers: parameters of each layer.
+      x: [T, D], normed.
+      positions: i32[T].
+      state: the pool of window layers.
+      config: the model.
+    """
+    frequencies, eps, new = rope_frequencies(config, AttentionType.SWA), config.rms_norm_eps, []
+    for layer, kv in zip(layers, project_entries(layers, x, positions), strict=True):
+        norm_rope = NormRope(layer.kv_norm, frequencies, eps)
+        _, window = encode_tokens(None, kv, norm_rope, positions, codec=state.schema.format.entry)
+        new.append(hold(NewTokens(window=window, compressor=None, indexer=None)))
+    return new

@@ -20,7 +20,7 @@ from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.dspark import Guesses, run_blocks
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import run_layers
-from dsv4_jax.step.propose import propose, stage_context
+from dsv4_jax.step.propose import propose_block, stage_context
 from dsv4_jax.step.sampling import Sampling
 from dsv4_jax.step.serve_values import ServeInput, ServeOutput, fill_in
 from dsv4_jax.step.step import pad_tokens
@@ -81,11 +81,11 @@ def proposal_part(
     config: DSV4Config,
     activations: str,
 ) -> jax.Array:
-    """`propose` alone, after i32[B]; returns i32[B, N], all that a step takes of it."""
+    """`propose_block` alone, after i32[B]; returns i32[B, N], all that a step takes of it."""
     params = with_activations(params, activations)
     slots = jnp.arange(anchor_ids.shape[0], dtype=jnp.int32)
     lengths = cache.length_tokens
-    block = propose(params, cache, slots, lengths, anchor_ids, sampling, None, config=config)
+    block = propose_block(params, cache, slots, lengths, anchor_ids, sampling, None, config=config)
     return block.token_ids
 
 

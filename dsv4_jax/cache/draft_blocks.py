@@ -1,6 +1,6 @@
-"""Blocks of drafts in one call: where they stand, and attention in both directions inside them.
+"""What a draft runs behind settled tokens: where it stands, and attention inside blocks.
 
-Nothing of a block is kept: its rows stand beside the rings, which hold settled tokens alone.
+Nothing of it is kept: the rings of the cache hold settled tokens alone.
 """
 
 from __future__ import annotations
@@ -44,6 +44,29 @@ class Blocks:
         """i32[B * N], the block of each row; -1 of padding."""
         block = jnp.arange(self.slots.shape[0], dtype=jnp.int32)
         return jnp.repeat(jnp.where(self.slots >= 0, block, -1), self.size)
+
+
+def next_call(slots: jax.Array, lengths: jax.Array) -> CallIndices:
+    """The call of one token for each of B rows, in window layers alone.
+
+    Args:
+      slots: i32[B], slot of each row; -1 of padding.
+      lengths: i32[B], tokens before it, which is its position.
+    """
+    row, live = jnp.arange(slots.shape[0], dtype=jnp.int32), slots >= 0
+    lengths = jnp.where(live, lengths, 0)
+    return CallIndices(
+        segment_ids=jnp.where(live, row, -1),
+        slots=slots,
+        positions=lengths,
+        lengths=lengths,
+        row_slots=slots,
+        row_lengths=lengths,
+        row_counts=live.astype(jnp.int32),
+        row_offsets=row,
+        block_table=jnp.full((slots.shape[0], 1), -1),
+        max_row_tokens=1,
+    )
 
 
 def attend_in_blocks(

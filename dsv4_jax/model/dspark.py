@@ -21,22 +21,20 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.attention.block_attention import block_attention
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import Output
-from dsv4_jax.attention.rope import rope_frequencies
+from dsv4_jax.attention.swa import window_tokens
 from dsv4_jax.cache.draft_blocks import Blocks
 from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.collectives import join_rows
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import draft_layers
-from dsv4_jax.config.layer_types import AttentionType
-from dsv4_jax.linear import linear, linears
+from dsv4_jax.linear import linear
 from dsv4_jax.model.block import block
 from dsv4_jax.model.draft_params import DSparkParams
 from dsv4_jax.model.hyper_connections import collapse_streams
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import embed, start_residual
 from dsv4_jax.peers import using
-from pallas_kernels import NormRope, encode_tokens
 from pallas_kernels.common.norm_rope import rms_norm
 
 
@@ -87,18 +85,11 @@ def context_tokens(
     """
     draft = dspark_stages(params)
     with using(params.peers):
-        layers, joined = draft.layers, means.reshape(means.shape[0], -1)
+        joined = means.reshape(means.shape[0], -1)
         context = linear(joined, draft.main_proj)
         context = rms_norm(context, draft.main_norm, eps=config.rms_norm_eps)
-        projected = linears(context, [layer.attn.wkv for layer in layers])
-        frequencies = rope_frequencies(config, AttentionType.SWA)
-        new = []
-        for layer, kv in zip(layers, projected, strict=True):
-            norm_rope = NormRope(layer.attn.kv_norm, frequencies, config.rms_norm_eps)
-            codec = state.schema.format.entry
-            _, window = encode_tokens(None, kv, norm_rope, positions, codec=codec)
-            new.append(NewTokens(window=window, compressor=None, indexer=None))
-    return new
+        layers = [layer.attn for layer in draft.layers]
+        return window_tokens(layers, context, positions, state, config)
 
 
 def run_blocks(

@@ -1,5 +1,7 @@
 """The draft (MTP) block: from the trunk's streams and the next token to the one after it.
 
+On a cache it is run for tokens alone that a guess follows; of all others its ring takes entries.
+
 Source: deepseek_v4.md section 1.6.
 """
 
@@ -11,9 +13,11 @@ import jax.numpy as jnp
 from dsv4_jax.attention.full_sequence import attend_full_sequence
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import Output
+from dsv4_jax.attention.swa import window_tokens
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.new_tokens import NewTokens
 from dsv4_jax.cache.schema import FormatName, choose_cache_format
+from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.collectives import join_rows
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
@@ -21,7 +25,7 @@ from dsv4_jax.linear import linear
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.block import block, run_block
 from dsv4_jax.model.draft_params import MTPParams
-from dsv4_jax.model.hyper_connections import Residual
+from dsv4_jax.model.hyper_connections import Residual, read_streams
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import head, look_up, start_residual
 from dsv4_jax.peers import using
@@ -83,14 +87,15 @@ def mtp_block(params: DSV4Params) -> MTPParams:
     return params.mtp
 
 
-def run_draft(
+def join_tokens(
     params: DSV4Params,
     streams: jax.Array,
     next_token_ids: jax.Array,
-    handle: LayerCacheHandle,
+    positions: jax.Array,
+    block_tokens: int,
     config: DSV4Config,
-) -> tuple[LayerCacheHandle, NewTokens | None, jax.Array]:
-    """The draft block on its window ring.
+) -> jax.Array:
+    """What the draft block reads of tokens.
 
     The last token of a block takes a zero embedding for its next token. What the ring holds below
     a block boundary then follows from the tokens before the boundary alone, so that a snapshot of
@@ -101,24 +106,71 @@ def run_draft(
       streams: [T, S, D], residual streams of the trunk or, beyond what the trunk has run, of the
         draft block itself.
       next_token_ids: i32[T], the token after each.
+      positions: i32[T].
+      block_tokens: tokens of a block.
+      config: the model.
+
+    Returns:
+      [T, S, D].
+    """
+    ends_block = (positions + 1) % block_tokens == 0
+    # Of a prompt's tokens this needs nothing of the trunk: it may not go through its peer buffers.
+    embedded = jnp.where(ends_block[:, None], 0, look_up(params.embed, next_token_ids))
+    return draft_input(mtp_block(params), embedded, streams, config)
+
+
+def context_tokens(
+    params: DSV4Params,
+    joined: jax.Array,
+    positions: jax.Array,
+    state: StateCachePool,
+    config: DSV4Config,
+) -> list[NewTokens]:
+    """What the draft block's ring keeps of a call's tokens, which are not run for it.
+
+    It is one layer, so that an entry follows from what the block reads of its own token alone.
+
+    Args:
+      params: model parameters, with a draft block.
+      joined: [T, S, D], of `join_tokens`.
+      positions: i32[T].
+      state: the pool of window layers.
+      config: the model.
+
+    Returns:
+      What the one layer is to commit.
+    """
+    layer = mtp_block(params).block
+    residual = start_residual(joined)
+    mix = read_streams(layer.hc_attn, layer.attn_norm, residual, config, "attn_hc")
+    x = join_rows(mix.normed, joined.shape[0])
+    return window_tokens([layer.attn], x, positions, state, config)
+
+
+def run_draft(
+    params: DSV4Params,
+    joined: jax.Array,
+    next_token_ids: jax.Array,
+    handle: LayerCacheHandle,
+    config: DSV4Config,
+) -> tuple[LayerCacheHandle, jax.Array]:
+    """The draft block on its window ring.
+
+    Args:
+      params: model parameters, with a draft block.
+      joined: [T, S, D], of `join_tokens`.
+      next_token_ids: i32[T], the token after each.
       handle: the draft layer's cache in this call.
       config: the model.
 
     Returns:
-      The handle, what is still to be committed, and streams [T, S, D], of which `draft_logits`
-      makes logits for the token after the next.
+      The handle, and streams [T, S, D], of which `draft_logits` makes logits for the token after
+      the next.
     """
-    draft = mtp_block(params)
-    ends_block = (handle.positions + 1) % handle.schema.block_tokens == 0
-    # This waits for nothing of the trunk, so that it may not go through the trunk's peer buffers.
-    embedded = jnp.where(ends_block[:, None], 0, look_up(params.embed, next_token_ids))
-    streams = draft_input(draft, embedded, streams, config)
-    residual = start_residual(streams)
-    handle, new, residual = run_block(
-        draft.block, residual, next_token_ids, handle, config, params.peers
-    )
+    layer, residual = mtp_block(params).block, start_residual(joined)
+    handle, _, residual = run_block(layer, residual, next_token_ids, handle, config, params.peers)
     with using(params.peers):
-        return handle, new, join_rows(residual.written(), next_token_ids.shape[0])
+        return handle, join_rows(residual.written(), next_token_ids.shape[0])
 
 
 def draft_logits(params: DSV4Params, streams: jax.Array, config: DSV4Config) -> jax.Array:

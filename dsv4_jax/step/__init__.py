@@ -7,8 +7,7 @@
     check_drafts       which drafts are checked, and how many are what is drawn
     serve_step         the engine's: any mix of prompts, tokens and drafts, with their draws
     decode_steps       several decode steps of the engine in one call
-    draft_ahead        drafts of an MTP block
-    propose            DSpark drafts, after what the step keeps of its tokens for them
+    propose            what a draft keeps of the step's tokens, and its guesses
     draws              logits to tokens
 
 `sampling` has the settings of a request, and those of a call's rows as arrays; `grammar` is what an

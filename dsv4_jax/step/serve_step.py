@@ -27,11 +27,11 @@ from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import run_layers
 from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.check_drafts import cut_drafts, verify_drafts
-from dsv4_jax.step.draft_ahead import draft_ahead
 from dsv4_jax.step.draws import draw
-from dsv4_jax.step.propose import propose, stage_context
+from dsv4_jax.step.propose import propose, read_tokens, stage_context, target_layers
 from dsv4_jax.step.serve_values import ServeInput, ServeOutput, fill_in
 from dsv4_jax.step.step import check_call, pad_tokens, run_step, trunk_logits
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.weights import with_activations
 
 
@@ -73,16 +73,16 @@ def serve_step(
     call, num_checked = cut_drafts(
         cache.index(step_input), step_input.token_ids, serve_input, last, draft_tokens
     )
-    dspark = config.dspark if draft_tokens else None
-    cache, new_tokens, streams, means = run_layers(
+    ran = run_layers(
         params,
         cache,
         step_input.token_ids,
         call,
         _blank_staged(params, cache, call.positions.shape[0]),
         config,
-        targets=() if dspark is None else dspark.target_layers,
+        targets=target_layers(config) if draft_tokens else (),
     )
+    cache, new_tokens, streams, _ = ran
     assert new_tokens is not None
     first = call.row_offsets + call.row_counts - num_checked
     checked = jnp.clip(
@@ -103,28 +103,15 @@ def serve_step(
     num_kept = call.row_counts - num_checked + 1 + num_accepted
     num_kept = jnp.where(live, num_kept, 0)
     kept = call.keep(num_kept)
-    drafts, confidence = jnp.zeros((call.row_slots.shape[0], 0), jnp.int32), None
+    drafts, confidence, read = jnp.zeros((call.row_slots.shape[0], 0), jnp.int32), None, None
     last_drawn = jnp.take_along_axis(drawn, num_accepted[:, None], axis=1)[:, 0]
     follows = serve_input.next_token_ids
-    if means is not None:
-        new_tokens = stage_context(params, cache, new_tokens, call, means, config)
-    elif draft_tokens:
+    if draft_tokens:
         following = jnp.where(follows >= 0, follows, last_drawn)
-        row = jnp.maximum(kept.segment_ids, 0)
-        is_last = kept.positions - kept.lengths == kept.row_counts[row] - 1
-        next_ids = jnp.where(is_last, following[row], jnp.roll(step_input.token_ids, -1))
-        new_tokens, drafts = draft_ahead(
-            params,
-            cache,
-            new_tokens,
-            kept,
-            jnp.clip(next_ids, 0, config.vocab_size - 1),
-            streams,
-            serve_input.sampling,
-            serve_input.counts,
-            config=config,
-            draft_tokens=draft_tokens,
-        )
+        next_ids = _next_tokens(step_input.token_ids, kept, following)
+        next_ids = jnp.clip(next_ids, 0, config.vocab_size - 1)
+        read = read_tokens(params, ran, next_ids, call, config)
+        new_tokens = stage_context(params, cache, new_tokens, call, read, config)
     snapshots = _crossed(serve_input.snapshots, call.row_lengths)
     rows = {attn: stacked(family) for attn, family in new_tokens.items()}
     store = save_snapshots(store, cache.state, rows, kept, snapshots)
@@ -133,19 +120,19 @@ def serve_step(
     store, state = jax.lax.optimization_barrier((store, cache.state))
     cache = dataclasses.replace(cache, state=state)
     cache = commit_layers(cache, new_tokens, kept)
-    if means is not None:
-        block = propose(
+    if read is not None:
+        drafts, confidence = propose(
             params,
             cache,
             jnp.where(live & (follows < 0), call.row_slots, -1),
             call.row_lengths + num_kept,
             last_drawn,
+            read[jnp.maximum(call.row_offsets + num_kept - 1, 0)],
             serve_input.sampling,
             serve_input.counts,
             config=config,
+            draft_tokens=draft_tokens,
         )
-        drafts = block.token_ids[:, :draft_tokens]
-        confidence = block.confidence[:, :draft_tokens]
     order = jnp.arange(draft_tokens + 1, dtype=jnp.int32)[None]
     shown = (order <= num_accepted[:, None]) & live[:, None]
     token_ids = jnp.where(shown, drawn, -1)
@@ -244,6 +231,13 @@ def _blank_staged(params: DSV4Params, cache: ModelCache, num_tokens: int) -> Map
     if all(isinstance(layers, tuple) for layers in params.layers.values()):
         return separate_layers(cache.state, num_tokens)
     return empty_staged(cache.state, num_tokens)
+
+
+def _next_tokens(token_ids: jax.Array, kept: CallIndices, following: jax.Array) -> jax.Array:
+    """i32[T], the token after each kept one; `following` i32[B] has those after the last."""
+    row = jnp.maximum(kept.segment_ids, 0)
+    is_last = kept.positions - kept.lengths == kept.row_counts[row] - 1
+    return jnp.where(is_last, following[row], jnp.roll(token_ids, -1))
 
 
 def _crossed(plan: SnapshotPlan, row_lengths: jax.Array) -> SnapshotPlan:

@@ -89,7 +89,7 @@ def count_with_drafts(mesh, buffers):
     params = dataclasses.replace(runner.params, peers=buffers)
     store = runner.place(init_snapshot_store(runner.cache, runner.shards))
     given = runner.serve_input([[3]] * ROWS, [1] * ROWS, ds.make_sampling(ROWS).completed())
-    static = {"config": config, "draft_tokens": 1}
+    static = {"config": config, "draft_tokens": 2}
     jax.clear_caches()
     _, counts = count_buffers(
         lambda: jit_serve_step.trace(params, runner.cache, store, given, **static)

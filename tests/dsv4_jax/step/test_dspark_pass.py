@@ -18,7 +18,7 @@ from dsv4_jax.model.forward import forward_means
 from dsv4_jax.model.params import leaf_spread
 from dsv4_jax.model.trunk import run_layers
 from dsv4_jax.step.draws import draw
-from dsv4_jax.step.propose import propose, stage_context
+from dsv4_jax.step.propose import propose_block, stage_context
 from helpers import taught
 from helpers.tolerance import INTERMEDIATE
 from pallas_kernels.common.formats import get_cache_format
@@ -73,7 +73,7 @@ def whole_block(params, anchors, positions, entries, *, config):
     return guesses.hidden, guesses.logits
 
 
-jit_propose = jax.jit(propose, static_argnames="config")
+jit_propose = jax.jit(propose_block, static_argnames="config")
 
 
 def test_blocks_on_rings_are_those_of_whole_sequences(params, cache):
