@@ -1,5 +1,6 @@
 """The pieces of a step with an MTP block, on rings, against the block over whole sequences."""
 
+import dataclasses
 import functools
 
 import jax
@@ -35,7 +36,7 @@ KEPT = (COUNTS[0], (4, 2, 0, 1, 1))
 LENGTHS = tuple(map(sum, zip(*KEPT, strict=True)))
 NO_GUESS = 3
 """A row whose prompt goes on."""
-DRAFTS = 3
+DRAFTS = 10
 SETTINGS = [
     ds.SamplingParams(temperature=temperature, seed=seed, top_k=top_k, logit_bias=bias)
     for temperature, seed, top_k, bias in (
@@ -55,6 +56,10 @@ def case():
     shape = (len(SLOTS), num_tokens, CONFIG.hc_mult, CONFIG.hidden_size)
     token_ids = rng.integers(0, CONFIG.vocab_size, (len(SLOTS), num_tokens + 1))
     params = ds.init_params(CONFIG, jax.random.key(0))
+    attn = params.mtp.block.attn
+    loud = dataclasses.replace(attn, wo_b=10 * attn.wo_b)  # guesses follow from what is attended to
+    layer = dataclasses.replace(params.mtp.block, attn=loud)
+    params = dataclasses.replace(params, mtp=dataclasses.replace(params.mtp, block=layer))
     return params, rng.standard_normal(shape, np.float32), token_ids.astype(np.int32)
 
 

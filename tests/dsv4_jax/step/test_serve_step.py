@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from dsv4_jax.cache.step_input import index_call
 from dsv4_jax.serving.device import engine_arrays
 from dsv4_jax.serving.schedule.scheduler import StepPlan
-from dsv4_jax.step.serve_step import jit_serve_step, serve_step
+from dsv4_jax.step.serve_step import _next_tokens, jit_serve_step, serve_step
 from helpers.serving import BUCKET, SIZES, make_engine, params, prompt, rows_at
 
 
@@ -105,3 +106,22 @@ def test_the_draft_is_that_of_the_whole_history():
         params(), streams, following, **options
     )
     assert request.drafts[0] == int(np.argmax(logits[0, -1]))
+
+
+def test_the_token_after_each_kept_one():
+    """Of a prompt that goes on and of a row that keeps one token of two, with padding after it."""
+    row = jnp.asarray([1, 1, 1, 0, 0, -1], jnp.int32)
+    call = engine_call(row).keep(jnp.asarray([1, 3], jnp.int32))
+    found = _next_tokens(jnp.asarray([11, 12, 13, 21, 22, 0]), call, jnp.asarray([29, 14]))
+    np.testing.assert_array_equal(found[:4], [12, 13, 14, 29])
+
+
+def engine_call(request_ids):
+    """Indices of a call of two rows, of 7 tokens each before it."""
+    return index_call(
+        jnp.full(2, 7, jnp.int32),
+        jnp.zeros((2, 1), jnp.int32),
+        ds.StepInput(token_ids=request_ids, request_ids=request_ids, request_slots=jnp.arange(2)),
+        block_tokens=128,
+        max_row_tokens=len(request_ids),
+    )
