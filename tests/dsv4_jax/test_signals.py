@@ -56,10 +56,14 @@ LOST_BY_PYTHON = [place for place in PLACES if place.startswith(("a callback", "
 
 
 def run_in(place, number, within):
-    """Status and stderr of a process that gets a signal there, and would go on for ten seconds."""
+    """Status and stderr of a process that gets a signal there, and would go on for ten seconds.
+
+    Tests that run in the background of a shell ignore SIGINT, and their processes would too.
+    """
     code = f"""if True:
         import os, signal, sys, threading, time
         from dsv4_jax.signals import end_at_once, keep_interrupts
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         def interrupt():
             os.kill(os.getpid(), {int(number)})
         try:
