@@ -9,15 +9,13 @@ import tempfile
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
-# The warpgroups of an interpreted kernel wait for each other on XLA's threads, one a core.
-os.environ.setdefault("NPROC", "16")
 
 import jax
 import pytest
 from jax._src import lru_cache
 
 import pallas_kernels as pk
-from helpers import gpu_results, numpy_callbacks
+from helpers import gpu_results, quick_interpreter
 
 PROGRAMS = "DSV4_TEST_PROGRAMS"
 """Tells the workers of a run where it keeps compiled programs."""
@@ -28,7 +26,7 @@ MAX_MAPPINGS = 40_000
 def pytest_configure(config):
     # Traces are millions of objects that stay, and each collection of the oldest walks through all.
     gc.set_threshold(50_000, 50, 100)
-    numpy_callbacks.use_numpy_arrays()
+    quick_interpreter.use()
     if hasattr(config.option, "loadscopereorder"):  # of pytest-xdist: files of few tests last
         config.option.loadscopereorder = False
     # The workers of one run share what took long to compile; unless told where to keep it, no run
