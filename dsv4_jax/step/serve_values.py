@@ -56,7 +56,7 @@ class ServeOutput:
     """What a call of n steps gives back to the host; most calls are of one.
 
     Attributes:
-      columns: i32[B, n * (k + 2) + k + 1], what the properties below show, side by side: one array
+      columns: i32[B, n * (k + 2) + k + 1], what `parts` shows, side by side: one array
         goes to the host faster than four.
       logprobs: of the drawn tokens, [B, k + 1]; None where they were left on the device. Calls of
         several steps have none, and leave what was there.
@@ -90,7 +90,7 @@ class ServeOutput:
         num_steps = token_ids.shape[1] // (draft_tokens + 1)
         if num_drafts is None:
             num_drafts = jnp.zeros((len(num_kept), num_steps), jnp.int32)
-        if last is not None and (spare := last.num_steps - num_steps):
+        if last is not None and (spare := last.num_drafts.shape[1] - num_steps):
             token_ids = jnp.pad(
                 token_ids, ((0, 0), (0, spare * (draft_tokens + 1))), constant_values=-1
             )
@@ -133,34 +133,37 @@ class ServeOutput:
             draft_tokens=draft_tokens,
         )
 
-    @property
-    def num_steps(self) -> int:
-        """Steps of the call, n."""
-        return (self.columns.shape[1] - self.draft_tokens - 1) // (self.draft_tokens + 2)
+    def parts(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """The four properties below, in order."""
+        num_drafts, width = self.draft_tokens, self.columns.shape[1]
+        num_steps = (width - num_drafts - 1) // (num_drafts + 2)
+        end = num_steps * (num_drafts + 1)
+        return (
+            self.columns[:, :end],
+            self.columns[:, end],
+            self.columns[:, end + 1 : end + 1 + num_drafts],
+            self.columns[:, end + 1 + num_drafts :],
+        )
 
     @property
     def token_ids(self) -> jax.Array:
         """i32[B, n * (k + 1)], what each step drew in order, with -1 up to k + 1 tokens."""
-        return self.columns[:, : self._num_tokens]
+        return self.parts()[0]
 
     @property
     def num_kept(self) -> jax.Array:
         """i32[B], tokens of the call that stay in the cache."""
-        return self.columns[:, self._num_tokens]
+        return self.parts()[1]
 
     @property
     def draft_token_ids(self) -> jax.Array:
         """i32[B, k], guesses at what follows the last drawn token."""
-        return self.columns[:, self._num_tokens + 1 :][:, : self.draft_tokens]
+        return self.parts()[2]
 
     @property
     def num_drafts(self) -> jax.Array:
         """i32[B, n], drafts that each step checked."""
-        return self.columns[:, self._num_tokens + 1 + self.draft_tokens :]
-
-    @property
-    def _num_tokens(self) -> int:
-        return self.num_steps * (self.draft_tokens + 1)
+        return self.parts()[3]
 
 
 def fill_in(step_input: StepInput, last: ServeOutput | None) -> StepInput:

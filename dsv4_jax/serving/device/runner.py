@@ -61,16 +61,15 @@ class StepResult(NamedTuple):
     @classmethod
     def of(cls, output: ServeOutput) -> StepResult:
         """What the device gave, which is read here."""
-        fields = output.token_ids, output.num_kept, output.draft_token_ids
-        drawn, kept, drafts = map(np.asarray, fields)
+        drawn, kept, drafts, checked = map(np.asarray, output.parts())
         if not output.draft_tokens:
             return cls(drawn, kept, drafts, logprobs=output.logprobs)
-        is_drawn = drawn >= 0
-        of_step = is_drawn.reshape(len(drawn), output.num_steps, -1).sum(axis=2)
-        if output.num_steps > 1:
+        is_drawn, num_steps = drawn >= 0, checked.shape[1]
+        of_step = is_drawn.reshape(len(drawn), num_steps, -1).sum(axis=2)
+        if num_steps > 1:
             drawn = np.take_along_axis(drawn, np.argsort(~is_drawn, axis=1, kind="stable"), axis=1)
         accepted = np.maximum(of_step - 1, 0)
-        return cls(drawn, kept, drafts, np.asarray(output.num_drafts), accepted, output.logprobs)
+        return cls(drawn, kept, drafts, checked, accepted, output.logprobs)
 
 
 class StepRunner:

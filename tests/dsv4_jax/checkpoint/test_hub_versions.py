@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from helpers import library_versions, slow
+from helpers import library_versions
 from tools.check_library_versions import pin_oldest, read_requirements
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -19,7 +19,8 @@ def numbers(version):
     return [int(part) for part in version.split(".")]
 
 
-@pytest.mark.parametrize("which", slow.all_but(["oldest"], library_versions.WHICH))
+@pytest.mark.slow
+@pytest.mark.parametrize("which", library_versions.WHICH)
 def test_the_oldest_and_the_newest_hub_pass(which, tmp_path):
     library_versions.install(LIBRARY, which, tmp_path)
     kept = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}

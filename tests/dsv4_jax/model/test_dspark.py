@@ -17,6 +17,7 @@ from dsv4_jax.model.forward import forward_means
 from dsv4_jax.model.layer_params import layer_of
 from dsv4_jax.model.params import leaf_spread
 from helpers import block_oracle as oracle
+from helpers import slow
 from helpers.dspark import DRAFT, TRUNK
 from helpers.tolerance import INTERMEDIATE
 from pallas_kernels.common.formats import get_cache_format
@@ -154,24 +155,25 @@ def propose(case, anchor, how=Reading()):
     return hidden, np.stack(logits), guesses, np.array(confidences)
 
 
-def test_means_are_those_of_the_streams_after_the_target_layers(case):
+@pytest.mark.parametrize("number", slow.all_but([0, 1], range(len(DRAFT.target_layers))))
+def test_means_are_those_of_the_streams_after_the_target_layers(case, number):
     """The streams of a trunk that ends at the target, averaged."""
     params, _, token_ids, means = case
-    for number, layer in enumerate(DRAFT.target_layers):
-        cut = dataclasses.replace(
-            CONFIG.without_draft(),
-            layer_types=CONFIG.layer_types[: layer + 1],
-            router_types=CONFIG.router_types[: layer + 1],
-        )
-        shapes = ds.model.param_shapes(cut)
-        layers = {
-            kind: jax.tree.map(lambda leaf, own: leaf[: own.shape[0]], params.layers[kind], own)
-            for kind, own in shapes.layers.items()
-        }
-        short = dataclasses.replace(params, layers=layers)
-        streams = jit_streams(short, token_ids[None, :T], config=cut)
-        expected = np.asarray(streams[0], np.float64).mean(axis=-2)
-        assert np.abs(means[:, number] - expected).max() < INTERMEDIATE
+    end = DRAFT.target_layers[number] + 1
+    cut = dataclasses.replace(
+        CONFIG.without_draft(),
+        layer_types=CONFIG.layer_types[:end],
+        router_types=CONFIG.router_types[:end],
+    )
+    shapes = ds.model.param_shapes(cut)
+    layers = {
+        kind: jax.tree.map(lambda leaf, own: leaf[: own.shape[0]], params.layers[kind], own)
+        for kind, own in shapes.layers.items()
+    }
+    short = dataclasses.replace(params, layers=layers)
+    streams = jit_streams(short, token_ids[None, :T], config=cut)
+    expected = np.asarray(streams[0], np.float64).mean(axis=-2)
+    assert np.abs(means[:, number] - expected).max() < INTERMEDIATE
 
 
 def test_entries_are_those_of_the_oracle_and_of_their_token_alone(case, entries):

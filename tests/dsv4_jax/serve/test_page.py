@@ -190,7 +190,7 @@ def test_a_prompt_is_typed_tokens_are_seen_blocks_are_drawn_and_a_cancelled_requ
     ring = browser.run("return document.querySelector('.card svg').getAttribute('aria-label')")
     assert re.fullmatch(r"ring: \d+ of \d+ tokens, \d+ in all", ring)
     assert int(browser.run("return document.querySelector('#tree').dataset.rows")) >= 1
-    assert int(browser.text("#rate").replace(",", "")) > 0
+    browser.until(lambda: int(browser.text("#rate").replace(",", "")) > 0)
     browser.type("", ESCAPE)
     browser.until(lambda: engine.metrics.running == 0, 5)
     browser.until(lambda: browser.count(".card") == 0, 5)

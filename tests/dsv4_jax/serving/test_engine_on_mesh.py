@@ -16,6 +16,7 @@ pytestmark = pytest.mark.unoptimised
 MESHES = ("1x1", "1x2", "2x1", "2x2", "4x2")
 
 
+@pytest.mark.slow
 def test_a_short_life_on_two_data_shards_of_two_devices():
     """Every request gets, to the bit, what it gets alone; verified after every step."""
     found = on_cpus.run("engine", "2x2", "--events", "40", "--damage", "--small")["2x2"]

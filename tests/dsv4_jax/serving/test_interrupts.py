@@ -189,7 +189,7 @@ def test_an_interrupt_between_the_new_cache_and_its_count(monkeypatch):
 
     known = truth(engine)
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "StepResult", interrupt)
+        patch.setattr(runner.StepResult, "of", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert truth(engine) == known

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving.device.runner import StepResult
+from dsv4_jax.step.serve_values import ServeOutput
 from helpers import serving
 from helpers.serving import prompt, run_to_end
 from pallas_kernels.common.weights import MXFP4, BlockFP8
@@ -67,8 +67,8 @@ class Calls:
         self.forms.append((is_plain, activations))
         self.simple.append(is_simple)
         no_drafts = np.zeros((self.num_slots, 0), np.int32)
-        none = np.zeros(self.num_slots, np.int32)
-        self.results.append(StepResult(np.full((self.num_slots, 1), 5), counts, no_drafts, none))
+        drawn = np.full((self.num_slots, 1), 5, np.int32)
+        self.results.append(ServeOutput.of(drawn, counts, no_drafts, None))
 
 
 def engine_of(weights=None, **options):

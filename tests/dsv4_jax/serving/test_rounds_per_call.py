@@ -1,7 +1,8 @@
 """A call that makes several steps with drafts gives what as many calls of one step give.
 
-With DSpark stages, and with an MTP block. Prompts are read by steps of as many tokens as the calls
-have, so that all products have the same shapes.
+With an MTP block, whose programs compile in a few seconds, and with DSpark stages, whose tests are
+slow. Prompts are read by steps of as many tokens as the calls have, so that all products have the
+same shapes.
 """
 
 import collections
@@ -16,10 +17,10 @@ from helpers import serving, slow, taught
 from helpers.engine_life import Life
 from helpers.serving import limit, prompt, run_to_end, same_tokens
 
-pytestmark = pytest.mark.compiles_for_others
-
 WANTED = {"max_new_tokens": 80, "stop_token_ids": ()}
 KINDS = ["dspark", "mtp"]
+ALONE = {"logprobs": 0}
+"""Asked for, each call makes one step."""
 
 
 def make_engine(kind="dspark", steps_per_call=3, **changes):
@@ -37,8 +38,9 @@ def mtp_model():
 
 
 @functools.cache
-def one_step_engine(kind="dspark"):
-    return make_engine(kind, 1, overlap=False)
+def other_engine(kind="dspark"):
+    """For requests `ALONE`, with programs that are compiled already."""
+    return make_engine(kind, overlap=False)
 
 
 @functools.cache
@@ -70,7 +72,7 @@ def _counts(engine):
 
 @pytest.mark.parametrize(
     ("kind", "overlap"),
-    slow.all_but([("dspark", True)], [(k, o) for k in KINDS for o in (True, False)]),
+    slow.all_but([("mtp", True)], [(k, o) for k in KINDS for o in (True, False)]),
 )
 def test_answers_are_those_of_single_steps(kind, overlap, monkeypatch):
     """Requests of several lengths, greedy and sampled, that come and end at different times."""
@@ -83,17 +85,16 @@ def test_answers_are_those_of_single_steps(kind, overlap, monkeypatch):
     ]
     ids = [engine.submit(text, **one) for text, one in zip(texts, settings, strict=True)]
     for text, one, found in zip(texts, settings, run_to_end(engine, *ids), strict=True):
-        single = one_step_engine(kind)
-        same_tokens(found, run_to_end(single, single.submit(text, **one))[0])
+        single = other_engine(kind)
+        same_tokens(found, run_to_end(single, single.submit(text, **one, **ALONE))[0])
     assert 3 in made
     assert not engine.verify().problems
 
 
-@pytest.mark.slow
 def test_drafts_of_an_mtp_block_that_are_right_are_kept():
     """Random weights guess nothing, so that every call begins with two drafts that are known."""
-    single, text = one_step_engine("mtp"), prompt(np.random.default_rng(4), 7)
-    [wanted] = run_to_end(single, single.submit(text, speculate=False, **WANTED))
+    single, text = other_engine("mtp"), prompt(np.random.default_rng(4), 7)
+    [wanted] = run_to_end(single, single.submit(text, speculate=False, **WANTED, **ALONE))
     engine = make_engine("mtp", overlap=False)
     request = engine.requests[engine.submit(text, **WANTED)]
     while request.finish_reason is None:
@@ -104,23 +105,24 @@ def test_drafts_of_an_mtp_block_that_are_right_are_kept():
     assert engine.metrics.accepted_tokens > 20
 
 
-@pytest.mark.parametrize("kind", slow.all_but(["dspark"], KINDS))
+@pytest.mark.parametrize("kind", slow.all_but(["mtp"], KINDS))
 def test_a_lone_request_checks_and_keeps_the_same_drafts(kind, monkeypatch):
     """Counted by depth; the last steps, which could pass its end, are single ones."""
     text, counts = prompt(np.random.default_rng(1), 5), []
     engine = make_engine(kind, overlap=False)
     made = calls_of(engine, monkeypatch)
-    for one in (engine, single := one_step_engine(kind)):
-        before = _counts(one)
-        run_to_end(one, one.submit(text, salt="counts", **WANTED))
-        counts.append(_counts(one) - before)
+    for asked in ({}, ALONE):
+        before, num_calls = _counts(engine), len(made)
+        run_to_end(engine, engine.submit(text, salt=str(asked), **WANTED, **asked))
+        counts.append(_counts(engine) - before)
+        assert sum(made[num_calls:]) == counts[-1]["steps"]
     assert counts[0] == counts[1]
-    assert sum(made) == counts[0]["steps"]
     assert made.count(3) >= 3
-    assert made[-1] == 1
-    assert single.metrics.accepted_tokens > 0 or kind == "mtp"
+    assert set(made[num_calls - 1 :]) == {1}
+    assert engine.metrics.accepted_tokens > 0 or kind == "mtp"
 
 
+@pytest.mark.slow
 def test_blocks_that_are_filled_within_a_call_can_be_resumed():
     """Snapshots are taken by the step that crosses a boundary, as those of single steps."""
     text, hits = prompt(np.random.default_rng(2), 30), []
@@ -134,11 +136,12 @@ def test_blocks_that_are_filled_within_a_call_can_be_resumed():
     assert hits == [128, 256, 384] * 2
 
 
+@pytest.mark.slow
 def test_a_stop_token_within_a_call_ends_a_request():
     """What the call drew after it is neither given nor counted."""
-    single, text = one_step_engine(), prompt(np.random.default_rng(3), 9)
+    single, text = other_engine(), prompt(np.random.default_rng(3), 9)
     settings = WANTED | {"temperature": 0.6, "seed": 5}
-    [whole] = run_to_end(single, single.submit(text, **settings))
+    [whole] = run_to_end(single, single.submit(text, **settings, **ALONE))
     engine = make_engine(debug=True)
     for place in (1, 3, 4, 9, 18):
         stop = whole.token_ids[place]
@@ -174,6 +177,7 @@ def test_plans_of_several_steps_have_the_drafts_of_each(drafts, most, steps):
     np.testing.assert_array_equal(plan.rows.spread, drafts * plan.rows.num_steps)
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warmup():
     engine = make_engine()
     names = [name for name, _ in engine.warmup()]
