@@ -127,7 +127,7 @@ def main() -> int:
         parser.error(f"no such mutation: {', '.join(begin)}")
     if arguments.list:
         for mutation in chosen:
-            print(f"{mutation.name:40}{mutation.file:46}{' '.join(mutation.tests)}")
+            print(f"{mutation.name:44} {mutation.file:52} {' '.join(mutation.tests)}")
         return 0
     survivors = 0
     for mutation in chosen:

@@ -12,7 +12,8 @@ from dsv4_jax.allocator.manager import KVCacheManager
 from dsv4_jax.allocator.seals import Seals
 from dsv4_jax.allocator.verify import Report, verify_scan
 from dsv4_jax.serving.device.hand_out import HandOut
-from dsv4_jax.serving.device.runner import StepResult, StepRunner
+from dsv4_jax.serving.device.runner import StepRunner
+from dsv4_jax.serving.device.step_result import StepResult
 from dsv4_jax.serving.metrics.metrics import Gauges, Metrics, idle_gauges, shard_gauges
 from dsv4_jax.serving.requests.calls import UndoLog
 from dsv4_jax.serving.requests.request import DrawError, Request, Token

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dsv4_jax.serving.device.runner import StepResult
+from dsv4_jax.serving.device.step_result import StepResult
 from dsv4_jax.serving.metrics.histogram import add_values
 from dsv4_jax.serving.metrics.metrics import Metrics
 from dsv4_jax.serving.requests.calls import UndoLog

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from dsv4_jax.serving.device import runner
+from dsv4_jax.serving.device import step_result
 from helpers import slow
 from helpers.interrupts import (
     Failure,
@@ -97,7 +97,7 @@ def id_life(engine, lines):
 
 FILES_OF_A_STEP = (
     "hand_out.py", "known_tokens.py", "running.py", "flight.py", "loop.py", "runner.py", "calls.py",
-    "request_queue.py",
+    "request_queue.py", "step_result.py",
 )  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def test_an_interrupt_between_the_new_cache_and_its_count(monkeypatch):
 
     known = truth(engine)
     with monkeypatch.context() as patch:
-        patch.setattr(runner.StepResult, "of", interrupt)
+        patch.setattr(step_result.StepResult, "of", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     assert truth(engine) == known

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import dsv4_jax as ds
 from dsv4_jax.serving.device.hand_out import HandOut
-from dsv4_jax.serving.device.runner import StepResult
+from dsv4_jax.serving.device.step_result import StepResult
 from dsv4_jax.serving.metrics.metrics import Metrics
 from dsv4_jax.serving.requests.calls import UndoLog
 from dsv4_jax.serving.requests.prompts import encode_prompt
