@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import enum
 import os
 import warnings
@@ -57,7 +58,13 @@ def gpu_interpreter(*, detect_races: bool = True) -> Iterator[None]:
 
     Args:
       detect_races: whether unsynchronised accesses to one address raise (jax 0.12; 0.11 prints).
+
+    Raises:
+      RuntimeError: jax is 0.11.1, whose interpreter stops at PTX in kernels.
     """
+    names = {field.name for field in dataclasses.fields(plgpu.InterpretGPUParams)}
+    if "inline_mgpu" not in names:
+        raise RuntimeError(f"gpu_interpreter needs jax 0.11.2 or newer, got {jax.__version__}")
     token = _INTERPRETING.set(True)
     params = plgpu.InterpretGPUParams(detect_races=detect_races, inline_mgpu="ignore")
     try:

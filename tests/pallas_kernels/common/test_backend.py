@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import subprocess
 import sys
@@ -183,3 +184,18 @@ def test_a_variable_forbids_fallbacks_of_a_process():
     environment = os.environ | {backend.FORBID_VARIABLE: "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
     assert done.stdout.decode().strip() == "True"
+
+
+def test_an_interpreter_that_is_too_old_is_refused(monkeypatch):
+    """That of jax 0.11.1 knows no PTX in kernels."""
+
+    @dataclasses.dataclass
+    class Old:
+        detect_races: bool = False
+
+    monkeypatch.setattr(backend.plgpu, "InterpretGPUParams", Old)
+    with (
+        pytest.raises(RuntimeError, match=r"gpu_interpreter needs jax 0\.11\.2 or newer, got"),
+        pk.gpu_interpreter(),
+    ):
+        pass
