@@ -110,7 +110,7 @@ def test_a_lone_request_checks_and_keeps_the_same_drafts(kind, monkeypatch):
     """Counted by depth. Calls go on over the ends of blocks; the last steps, which could pass the
     end of the request, are single ones.
     """
-    text, counts = prompt(np.random.default_rng(1), 5), []
+    text, counts = prompt(np.random.default_rng(1), 6), []
     engine = make_engine(kind, overlap=False)
     made = calls_of(engine, monkeypatch)
     for asked in ({}, ALONE):
