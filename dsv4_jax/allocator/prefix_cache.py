@@ -180,15 +180,20 @@ class PrefixCache:
         self.tree.put_snapshot(node, place)
         return True
 
-    def demote_snapshot(self, slot: int, end: int) -> None:
+    def demote_snapshot(self, slot: int, end: int) -> bool:
         """A boundary that only this request stands on is the next to give way, if places run out.
+
+        Returns:
+          Whether it has a snapshot, and only this request stands on it.
 
         Raises:
           ValueError: the slot is free.
         """
         node = self._node_at(slot, end)
-        if node is not None and node.users == 1:
-            self.tree.demote_snapshot(node)
+        if node is None or node.users != 1 or node.snapshot < 0:
+            return False
+        self.tree.demote_snapshot(node)
+        return True
 
     def drop_snapshot(self, place: int) -> None:
         """Gives back a place that no step has written."""

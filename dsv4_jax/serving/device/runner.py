@@ -364,8 +364,13 @@ class StepRunner:
         return read
 
     def _max_boundaries(self, num_tokens: int) -> int:
-        """No call of that many tokens can cross more, on a data shard."""
-        return self.plan.max_requests + num_tokens // self.plan.block_tokens
+        """No call of that many tokens can come to more, on a data shard.
+
+        Beside its own it keeps those that the call in flight, and the one before that, might still
+        reach with their drafts.
+        """
+        unread = 2 * self.plan.max_requests * self.draft_tokens * self._engine_plan.steps_per_call
+        return self.plan.max_requests + (num_tokens + unread) // self.plan.block_tokens
 
     def _snapshot_plan(self, boundaries: Sequence[Boundary], count: int) -> SnapshotPlan:
         """Room for `count` boundaries on every data shard."""
@@ -373,6 +378,7 @@ class StepRunner:
         nexts = [shard * count for shard in range(self._shards)]
         for slot, end, place in boundaries:
             shard, own = divmod(slot, self.plan.max_requests)
+            assert nexts[shard] < (shard + 1) * count, f"{boundaries} have room for {count} each"
             fields[:, nexts[shard]] = own, end, place
             nexts[shard] += 1
         return SnapshotPlan(rows=fields[0], ends=fields[1], places=fields[2])  # type: ignore[arg-type]

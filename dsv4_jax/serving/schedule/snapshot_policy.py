@@ -33,18 +33,36 @@ def plan_request(request: Request, shards: DataShards, known_tokens: int) -> Non
     request.snapshot_spacing = max(-(-blocks // places), 1)
 
 
-def take_boundaries(request: Request, shards: DataShards, length: int, end: int) -> list[Boundary]:
-    """Boundaries after `length`, up to `end`, that are worth keeping, with a place for each."""
+def take_boundaries(
+    request: Request, shards: DataShards, length: int, end: int, *, is_pending: bool = False
+) -> list[Boundary]:
+    """Boundaries after `length`, up to `end`, that are worth keeping, with a place for each.
+
+    Who continues an answer comes in at its end, so that snapshots of prompts are worth more: an
+    answer's next one takes the place of its last one. While one is still to be written, those after
+    it take free places alone.
+
+    Args:
+      request: the request.
+      shards: the cache's managers.
+      length: tokens before the step.
+      end: the most after it.
+      is_pending: the request has a place that a step in flight may write.
+    """
     manager, slot = shards.of(request.slot)
-    size, boundaries = manager.plan.block_tokens, []
+    prefixes, size = manager.prefixes, manager.plan.block_tokens
+    boundaries: list[Boundary] = []
     for boundary in range((length // size + 1) * size, end + 1, size):
-        if _is_worth_keeping(request, manager, slot, boundary):
-            if boundary - size > request.prompt_tokens:
-                # Who continues an answer comes in at its end: the prompt's are worth more.
-                manager.prefixes.demote_snapshot(slot, boundary - size)
-            place = manager.prefixes.begin_snapshot()
-            if place >= 0:
-                boundaries.append(Boundary(request.slot, boundary, place))
+        if not _is_worth_keeping(request, manager, slot, boundary):
+            continue
+        if boundary - size > request.prompt_tokens:
+            if (is_pending or boundaries) and not prefixes.tree.num_free_snapshots:
+                continue
+            befores = range(boundary - size, request.prompt_tokens, -size)
+            any(prefixes.demote_snapshot(slot, before) for before in befores)  # the last one
+        place = prefixes.begin_snapshot()
+        if place >= 0:
+            boundaries.append(Boundary(request.slot, boundary, place))
     return boundaries
 
 

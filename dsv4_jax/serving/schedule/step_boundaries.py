@@ -35,13 +35,15 @@ def find_crossed(
     boundaries = []
     for row in np.flatnonzero(ends // size > starts // size).tolist():
         request, start = outlook.running.requests[places[row]], int(starts[row])
-        kept: list[Boundary] = []
+        unread: list[Boundary] = []
         if flight is not None and outlook.is_fed[places[row]]:
-            kept = [boundary for boundary in flight.boundaries if boundary.slot == request.slot]
-            kept = [boundary for boundary in kept if boundary.end > start]
+            unread = [boundary for boundary in flight.boundaries if boundary.slot == request.slot]
+        kept = [boundary for boundary in unread if boundary.end > start]
         start = max([start + int(spread[row]), *(boundary.end for boundary in kept)])
         boundaries += kept
-        boundaries += take_boundaries(request, shards, start, int(ends[row]))
+        boundaries += take_boundaries(
+            request, shards, start, int(ends[row]), is_pending=bool(unread)
+        )
     return boundaries
 
 

@@ -142,6 +142,32 @@ def test_blocks_that_are_filled_within_a_call_can_be_resumed():
 
 
 @pytest.mark.slow
+def test_calls_that_may_reach_several_blocks_leave_prompts_their_snapshots(monkeypatch):
+    """Calls of 16 rounds of six tokens beside one in flight; answers take places of their own."""
+    engine = make_engine(
+        "mtp",
+        16,
+        draft_tokens=5,
+        max_requests=1,
+        max_context_tokens=1024,
+        num_snapshots=4,
+        num_blocks=20,
+    )
+    made, rng = calls_of(engine, monkeypatch), np.random.default_rng(6)
+    texts = [prompt(rng, 140) for _ in range(3)]
+    for text in texts:
+        run_to_end(engine, engine.submit(text, max_new_tokens=2, stop_token_ids=()))
+    answer = engine.submit(prompt(rng, 5), max_new_tokens=700, stop_token_ids=())
+    (found,) = run_to_end(engine, answer)
+    assert made.count(16) > 20
+    assert len(found.token_ids) == 700
+    before = engine.metrics.hit_tokens
+    for text in texts:
+        run_to_end(engine, engine.submit(text, max_new_tokens=2, stop_token_ids=()))
+    assert engine.metrics.hit_tokens - before == 3 * 128
+
+
+@pytest.mark.slow
 def test_a_stop_token_within_a_call_ends_a_request():
     """What the call drew after it is neither given nor counted."""
     single, text = other_engine(), prompt(np.random.default_rng(3), 9)
