@@ -142,7 +142,8 @@ def test_blocks_that_are_filled_within_a_call_can_be_resumed():
 
 
 @pytest.mark.slow
-def test_calls_that_may_reach_several_blocks_leave_prompts_their_snapshots(monkeypatch):
+@pytest.mark.parametrize("places", [4, 64])
+def test_calls_that_may_reach_several_blocks_leave_prompts_their_snapshots(places, monkeypatch):
     """Calls of 16 rounds of six tokens beside one in flight; answers take places of their own."""
     engine = make_engine(
         "mtp",
@@ -150,7 +151,7 @@ def test_calls_that_may_reach_several_blocks_leave_prompts_their_snapshots(monke
         draft_tokens=5,
         max_requests=1,
         max_context_tokens=1024,
-        num_snapshots=4,
+        num_snapshots=places,
         num_blocks=20,
     )
     made, rng = calls_of(engine, monkeypatch), np.random.default_rng(6)
