@@ -1,9 +1,9 @@
 """Times rounds of every depth beside rounds whose drafts are cut by their confidences.
 
-Times are measured: drafts are random tokens, whose rows pick experts independently, which is the
-most that rows can cost. Tokens are counted by a law: confidences tell how likely a draft is to be
-kept, and it is taken to be kept as often. What a round keeps changes its time little
-(`rounds.py` teaches it to).
+Times are measured: drafts are random tokens, whose rows read the experts that a model of random
+weights picks for them, fewer than independent picks would. Tokens are counted by a law: confidences
+tell how likely a draft is to be kept, and it is taken to be kept as often. What a round keeps
+changes its time little (`rounds.py` teaches it to).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from dsv4_jax.bench.program import Program, compile_program
 from dsv4_jax.bench.report import first_line
 from dsv4_jax.bench.round_case import RoundCase, shapes_of
 from dsv4_jax.bench.round_programs import Model
+from dsv4_jax.bench.rounds import timing_row
 from dsv4_jax.bench.timing import time_calls
 from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.draft_worth import KEPT_TOGETHER, StepCost, least_survival
@@ -106,18 +108,20 @@ class DepthPrograms:
         return made
 
 
-def bench_depths(model: Model, case: RoundCase, programs: dict[Any, Any]) -> list[dict[str, Any]]:
-    """A row for each depth, and one for the cut by each law.
+def bench_depths(
+    model: Model, case: RoundCase, programs: dict[Any, Any]
+) -> Iterator[list[dict[str, Any]]]:
+    """Rows of each depth and of the cut by each law, again after each time that is measured.
 
     Args:
       model: with its parameters.
       case: the point; its draft tokens are the deepest round.
       programs: of `DepthPrograms`.
 
-    Returns:
-      Rows with `law`, `depth` or what cuts, `ms`, `checked`, `tokens_a_round`, `tokens_per_s`, and
-      `of_best`: tokens a second beside those of the best depth by the same law. A program that
-      failed has `failed`.
+    Yields:
+      The rows so far, with `law`, `depth` or what cuts, `ms`, `checked`, `tokens_a_round`,
+      `tokens_per_s`, and `of_best`: tokens a second beside those of the best depth by the same law.
+      A program that failed has `failed`.
     """
     least = least_survival(StepCost.of(model.config, model.params), case.batch, case.draft_tokens)
     rows: list[dict[str, Any]] = []
@@ -131,30 +135,39 @@ def bench_depths(model: Model, case: RoundCase, programs: dict[Any, Any]) -> lis
             times[depth] = _timed(model, one, program, chances, 0.0)
         except Exception as error:
             rows.append({"depth": depth, "law": "-", "failed": first_line(error)})
+        else:
+            rows.append({"depth": depth, "law": "any"} | times[depth])
+        yield rows
+    rows = [row for row in rows if "failed" in row]
+    deepest = programs[case.draft_tokens]
     for law in LAWS:
-        chances, found = draft_chances(case, law), []
+        chances, best = draft_chances(case, law), 0.0
         for depth, timing in times.items():
-            found.append({"law": law, "depth": depth} | timing)
-            _add_tokens(found[-1], case, chances, depth, 0.0)
-        best = max((each["tokens_per_s"] for each in found), default=None)
-        program = programs[case.draft_tokens]
-        if isinstance(program, Program):
-            others = {f"cut at {at}": at for at in _OTHER_CUTS} if law == "apart" else {}
-            for name, at in {"cut": least, **others}.items():
-                timing = _timed(model, case, program, chances, at)
-                found.append({"law": law, "depth": name, "least": at} | timing)
-                _add_tokens(found[-1], case, chances, case.draft_tokens, at)
-        for each in found if best else ():
-            each["of_best"] = each["tokens_per_s"] / best
-        rows += found
-    return rows
+            rows.append(_row(case, chances, depth, law, timing, 0.0))
+            best = max(best, rows[-1]["tokens_per_s"])
+        for row in rows[len(rows) - len(times) :]:
+            row["of_best"] = row["tokens_per_s"] / best
+        if case.draft_tokens not in times:
+            continue
+        others = {f"cut at {at}": at for at in _OTHER_CUTS} if law == "apart" else {}
+        for name, at in {"cut": least, **others}.items():
+            timing = _timed(model, case, deepest, chances, at)
+            row = _row(case, chances, case.draft_tokens, law, timing, at)
+            rows.append(row | {"depth": name, "of_best": row["tokens_per_s"] / best})
+            yield rows
 
 
-def _add_tokens(
-    row: dict[str, Any], case: RoundCase, chances: np.ndarray, depth: int, least: float
-) -> None:
-    row["tokens_a_round"], row["checked"] = tokens_a_round(chances, depth, least)
-    row["tokens_per_s"] = case.batch * row["tokens_a_round"] / row["ms"] * 1e3
+def _row(
+    case: RoundCase,
+    chances: np.ndarray,
+    depth: int,
+    law: str,
+    timing: dict[str, float],
+    least: float,
+) -> dict[str, Any]:
+    kept, checked = tokens_a_round(chances, depth, least)
+    row = {"law": law, "depth": depth, "least": least, **timing, "checked": checked}
+    return row | {"tokens_a_round": kept, "tokens_per_s": case.batch * kept / timing["ms"] * 1e3}
 
 
 def _timed(
@@ -188,8 +201,7 @@ def _timed(
         max_calls=case.rounds,
         limit_s=case.limit_s,
     )
-    found = {"ms": timing.median_s * 1e3}
-    found |= {"ms_least": timing.least_s * 1e3, "ms_most": timing.most_s * 1e3}
+    found = timing_row(timing)
     if case.draft_tokens:  # the device cut what the law says
         state = call(rewind(state))
         found["first_checked"] = float(np.asarray(state[1].num_drafts).mean())

@@ -136,7 +136,7 @@ def _plain(
 
     state = case.fill(config), case.output(config, 0)
     timing, state = _time(case, call, state, rewind, case.rounds * case.row_tokens)
-    yield _timing_row(timing) | {"tokens_per_s": case.batch / timing.median_s}
+    yield timing_row(timing) | {"tokens_per_s": case.batch / timing.median_s}
     if profile:
         yield {"profile": _profiled(program, call, rewind(state))}
 
@@ -161,7 +161,7 @@ def _rounds(
         state = call(state)
         kept.append(np.asarray(state[2].num_kept))
     found = {"peak_bytes": peak_bytes(), "tokens_a_round": mean_kept(kept)}
-    yield _timing_row(timing) | found | reads(rewind(state)[0], given, state[2])
+    yield timing_row(timing) | found | reads(rewind(state)[0], given, state[2])
     if profile:
         yield {"profile": _profiled(program, call, rewind(state))}
 
@@ -185,7 +185,7 @@ def _proposal(
         return program.run(params, cache, anchors, *given)
 
     timing, _ = _time(case, call, None, lambda state: state, 2 * case.rounds)
-    found, picks = _timing_row(timing), programs.get(BLOCK_PICKS)
+    found, picks = timing_row(timing), programs.get(BLOCK_PICKS)
     if isinstance(picks, Program):
         found["experts_read"] = _mean_distinct(picks.run(params, cache, anchors))
     yield found
@@ -238,7 +238,7 @@ def _taught(
             state = rounds(state)
             found.append(np.asarray(state[2].num_kept))
         row["kept"][kept] = {
-            **_timing_row(timing),
+            **timing_row(timing),
             "tokens_a_round": mean_kept(found),
             "as_taught": float(np.mean(np.stack(found) == kept + 1)),
             **experts,
@@ -345,7 +345,8 @@ def _profiled(program: Program, call: Callable[[Any], Any], state: Any) -> list[
     )
 
 
-def _timing_row(timing: Timing) -> dict[str, Any]:
+def timing_row(timing: Timing) -> dict[str, Any]:
+    """What a part's row tells of its time."""
     return {
         "ms": timing.median_s * 1e3,
         "ms_least": timing.least_s * 1e3,

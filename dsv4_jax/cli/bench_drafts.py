@@ -85,9 +85,12 @@ def run(args: argparse.Namespace) -> int:
             output.set(copy_bandwidth=copy_bandwidth())
             print(f"a copy moves {output.fields['copy_bandwidth'] / 1e12:.3f} TB/s", flush=True)
         if args.depths:
-            rows[-1]["depths"] = bench_depths(model, case, programs)
-            output.set(rows=rows)
+            for depths in bench_depths(model, case, programs):
+                rows[-1]["depths"] = depths
+                output.set(rows=rows)
             lines = [rows[-1] | each for each in rows[-1]["depths"]]
+            if failed := {each["depth"]: each["failed"] for each in lines if "failed" in each}:
+                rows[-1]["failed"] = failed
             print("\n".join(table_lines(depth_columns(), lines)), flush=True)
             continue
         told: set[str] = set()

@@ -213,6 +213,14 @@ def test_the_law_counts_what_rounds_of_a_depth_keep():
     np.testing.assert_allclose(together, KEPT_TOGETHER, atol=0.03)
 
 
+def test_a_depth_that_fails_is_told():
+    shapes = ds.unstack_layers(ds.model.param_shapes(TINY, jnp.bfloat16))
+    programs = {depth: RuntimeError("no such kernel\nand more") for depth in range(6)}
+    *_, rows = round_depths.bench_depths(Model(TINY, shapes), case(), programs)
+    assert [row["depth"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert {row["failed"] for row in rows} == {"RuntimeError: no such kernel"}
+
+
 @pytest.mark.slow
 def test_depths_are_timed_beside_the_cut(tmp_path, capsys):
     """The device checks as many drafts as the law counts."""
