@@ -22,7 +22,6 @@ from dsv4_jax.bench.program import Program, compile_program
 from dsv4_jax.bench.report import first_line
 from dsv4_jax.bench.round_case import RoundCase, shapes_of
 from dsv4_jax.bench.round_programs import Model
-from dsv4_jax.bench.rounds import timing_row
 from dsv4_jax.bench.timing import time_calls
 from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.draft_worth import KEPT_TOGETHER, StepCost, least_survival
@@ -201,7 +200,7 @@ def _timed(
         max_calls=case.rounds,
         limit_s=case.limit_s,
     )
-    found = timing_row(timing)
+    found = timing.fields()
     if case.draft_tokens:  # the device cut what the law says
         state = call(rewind(state))
         found["first_checked"] = float(np.asarray(state[1].num_drafts).mean())

@@ -44,6 +44,15 @@ def part_line(row: dict[str, Any], part: str) -> str:
     return " ".join(words).rstrip(",")
 
 
+def turns_line(row: dict[str, Any], part: str) -> str:
+    """What a part takes beside a plain step, measured in turns."""
+    found = row["beside_plain"][part]
+    return (
+        f"{_where(row)}, {PARTS[part]}, in turns with a plain step: {found['median']:.3f} of it "
+        f"({found['least']:.3f} to {found['most']:.3f} in {found['pairs']} pairs)"
+    )
+
+
 def kept_line(row: dict[str, Any], kept: int) -> str:
     """Rounds that were taught to keep so many drafts."""
     found = row["kept"][kept]

@@ -1,8 +1,4 @@
-"""Times rounds of drafts beside plain steps: whole, in parts, and with a taught acceptance.
-
-Random weights accept next to nothing. So what a request says is recorded first, and rounds are then
-given drafts of which so many are right as they are to keep.
-"""
+"""Times rounds of drafts beside plain steps: whole, in parts, and with a taught acceptance."""
 
 from __future__ import annotations
 
@@ -25,21 +21,18 @@ from dsv4_jax.bench.round_case import (
     RoundCase,
     copied,
     mean_kept,
-    taught_inputs,
-    tokens_needed,
 )
 from dsv4_jax.bench.round_floor import RoundBytes, round_bytes
 from dsv4_jax.bench.round_programs import BLOCK_PICKS, PICKS, Model, context_arguments
 from dsv4_jax.bench.routing import count_distinct
-from dsv4_jax.bench.timing import Timing, dispatch, time_calls
+from dsv4_jax.bench.taught_rounds import Reader, taught_rounds, tokens_per_s
+from dsv4_jax.bench.timing import Calls, Timing, dispatch, time_calls, time_ratio
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.sampling import make_sampling
 from dsv4_jax.step.serve_values import ServeInput, ServeOutput
 
-TOKENS_A_ROUND = (1.0, 2.8, 3.9, 5.0)
-"""For which tokens a second are told."""
 _BYTES_OF = {
     "plain": "plain",
     "undrafted": "plain",
@@ -48,7 +41,7 @@ _BYTES_OF = {
     "pass": "block_pass",
 }
 _COUNTED = ("plain", "verify", "context", "block_pass", "chain", "proposal", "round")
-_TAUGHT_REPEATS = 3
+_IN_TURNS = ("undrafted", "round", "overlapped")
 _PROFILED = 4
 
 
@@ -67,8 +60,9 @@ def bench_rounds(
 
     Yields:
       The row so far: `parts`, of each times in ms, bytes, launches, memory; `kept`, of each number
-      of drafts that rounds were taught to keep their time and what they kept; and
-      `tokens_per_s`. `failed` has the error of each part that failed.
+      of drafts that rounds were taught to keep their time and what they kept; `tokens_per_s`; and
+      `beside_plain`, of some parts how many times as long as a plain step they take, measured in
+      turns with it. `failed` has the error of each part that failed.
     """
     floors = round_bytes(
         model.config, model.params, batch=case.batch, draft_tokens=case.draft_tokens,
@@ -110,9 +104,18 @@ def bench_rounds(
             found["failed"] = first_line(error)
             row.setdefault("failed", {})[part] = found["failed"]
             yield row
-    if "round" in programs.keys() - row.get("failed", {}).keys():
+    for part in _IN_TURNS:
+        if {part, "plain"} <= programs.keys() - row.get("failed", {}).keys():
+            try:
+                found = _beside_plain(model, case, part, programs, some)
+                row.setdefault("beside_plain", {})[part] = found
+            except Exception as error:
+                row.setdefault("failed", {})[f"{part} in turns"] = first_line(error)
+            yield row
+    if (part := _taught_part(programs, row)) is not None:
+        row["taught"] = part
         try:
-            for kept in _taught(model, case, programs, row, reads):
+            for kept in taught_rounds(model, case, programs[part], row, reads):
                 _add_floor(row["kept"][kept], floors, "round", case)
                 yield row
             row["tokens_per_s"] = tokens_per_s(row)
@@ -122,9 +125,15 @@ def bench_rounds(
             yield row
 
 
-def _plain(
-    case: RoundCase, config: DSV4Config, params: DSV4Params, program: Program, profile: bool
-) -> Iterator[dict[str, Any]]:
+def _taught_part(programs: dict[str, Any], row: dict[str, Any]) -> str | None:
+    """The rounds that are taught: those that an engine runs, where they were compiled."""
+    sound = programs.keys() - row.get("failed", {}).keys()
+    return next((part for part in ("overlapped", "round") if part in sound), None)
+
+
+def _plain_calls(
+    case: RoundCase, config: DSV4Config, params: DSV4Params, program: Program
+) -> Calls:
     """Steps of one random token of each request."""
     given = case.random_input(config, 1)
 
@@ -135,15 +144,20 @@ def _plain(
         return case.rewind(state[0]), state[1]
 
     state = case.fill(config), case.output(config, 0)
-    timing, state = _time(case, call, state, rewind, case.rounds * case.row_tokens)
-    yield timing_row(timing) | {"tokens_per_s": case.batch / timing.median_s}
-    if profile:
-        yield {"profile": _profiled(program, call, rewind(state))}
+    return Calls(call, state, rewind, case.rounds * case.row_tokens)
 
 
-def _rounds(
-    model: Model, case: RoundCase, program: Program, given: ServeInput, reads: Reader, profile: bool
+def _plain(
+    case: RoundCase, config: DSV4Config, params: DSV4Params, program: Program, profile: bool
 ) -> Iterator[dict[str, Any]]:
+    calls = _plain_calls(case, config, params, program)
+    timing, state = _time(case, calls.call, calls.state, calls.rewind, calls.count)
+    yield timing.fields() | {"tokens_per_s": case.batch / timing.median_s}
+    if profile:
+        yield {"profile": _profiled(program, calls.call, calls.rewind(state))}
+
+
+def _round_calls(model: Model, case: RoundCase, program: Program, given: ServeInput) -> Calls:
     """Rounds of the same input, which may name what the round before drew and guessed."""
     config = model.config
 
@@ -155,13 +169,33 @@ def _rounds(
 
     cache = case.fill(config)
     state = cache, case.store(cache), case.output(config, case.draft_tokens)
-    timing, state = _time(case, call, state, rewind, case.rounds)
+    return Calls(call, state, rewind, case.rounds)
+
+
+def _beside_plain(
+    model: Model, case: RoundCase, part: str, programs: dict[str, Any], given: ServeInput
+) -> dict[str, float]:
+    """How many times as long as a plain step of the model without stages a part takes, in turns."""
+    if part == "undrafted":
+        ours = _plain_calls(case, model.config, model.params, programs[part])
+    else:
+        ours = _round_calls(model, case, programs[part], given)
+    plain = _plain_calls(case, model.trunk_config, model.trunk_params, programs["plain"])
+    return dataclasses.asdict(time_ratio(ours, plain, limit_s=case.limit_s))
+
+
+def _rounds(
+    model: Model, case: RoundCase, program: Program, given: ServeInput, reads: Reader, profile: bool
+) -> Iterator[dict[str, Any]]:
+    calls = _round_calls(model, case, program, given)
+    call, rewind = calls.call, calls.rewind
+    timing, state = _time(case, call, calls.state, rewind, case.rounds)
     kept, state = [], rewind(state)
     for _ in range(case.rounds):
         state = call(state)
         kept.append(np.asarray(state[2].num_kept))
     found = {"peak_bytes": peak_bytes(), "tokens_a_round": mean_kept(kept)}
-    yield timing_row(timing) | found | reads(rewind(state)[0], given, state[2])
+    yield timing.fields() | found | reads(rewind(state)[0], given, state[2])
     if profile:
         yield {"profile": _profiled(program, call, rewind(state))}
 
@@ -185,7 +219,7 @@ def _proposal(
         return program.run(params, cache, anchors, *given)
 
     timing, _ = _time(case, call, None, lambda state: state, 2 * case.rounds)
-    found, picks = timing_row(timing), programs.get(BLOCK_PICKS)
+    found, picks = timing.fields(), programs.get(BLOCK_PICKS)
     if isinstance(picks, Program):
         found["experts_read"] = _mean_distinct(picks.run(params, cache, anchors))
     yield found
@@ -202,52 +236,6 @@ def _context(model: Model, case: RoundCase, loops: Loops) -> Iterator[dict[str, 
     rest = own, staged, case.round_input().step, noise
     microseconds = loops.median_us([(params, *rest), (copied(params), *rest)])
     yield {"ms": microseconds / 1e3}
-
-
-def _taught(
-    model: Model,
-    case: RoundCase,
-    programs: dict[str, Any],
-    row: dict[str, Any],
-    reads: Reader,
-) -> Iterator[int]:
-    """Rounds that keep 0 to k drafts each, and how many those are that have been timed."""
-    config, program = model.config, programs["round"]
-    cache = case.fill(config)
-    saved, store = copied(cache.state), case.store(cache)
-
-    def restored(cache: ModelCache) -> ModelCache:
-        return dataclasses.replace(case.rewind(cache), state=copied(saved))
-
-    cache, tokens = _recorded(model, case, programs["round"], cache)
-    state: Any = restored(cache), store, case.output(config, case.draft_tokens)
-    del cache
-    row["kept"] = {}
-    for kept in range(case.draft_tokens + 1):
-        inputs = taught_inputs(case, tokens, kept, config.vocab_size)
-        rounds = _Rounds(model.params, program, inputs)
-
-        def rewind(state: Any, rounds: _Rounds = rounds) -> Any:
-            rounds.next = 0
-            return restored(state[0]), *state[1:]
-
-        timing, state = _time(case, rounds, state, rewind, case.rounds, repeats=_TAUGHT_REPEATS)
-        found, state = [], rewind(state)
-        experts = reads(state[0], inputs[0], state[2])
-        for _ in range(case.rounds):
-            state = rounds(state)
-            found.append(np.asarray(state[2].num_kept))
-        row["kept"][kept] = {
-            **timing_row(timing),
-            "tokens_a_round": mean_kept(found),
-            "as_taught": float(np.mean(np.stack(found) == kept + 1)),
-            **experts,
-        }
-        yield kept
-
-
-Reader = Callable[[ModelCache, ServeInput, ServeOutput], dict[str, float]]
-"""What is known of the experts that a round on that cache reads."""
 
 
 def _reader(model: Model, case: RoundCase, programs: dict[str, Any], row: dict[str, Any]) -> Reader:
@@ -271,59 +259,6 @@ def _mean_distinct(layers: list[jax.Array]) -> float:
     return float(np.mean([count_distinct(np.asarray(picked)) for picked in layers]))
 
 
-class _Rounds:
-    """`state = rounds(state)`, each with the next of some inputs."""
-
-    def __init__(self, params: DSV4Params, program: Program, inputs: list[ServeInput]) -> None:
-        self._params, self._program, self._inputs, self.next = params, program, inputs, 0
-
-    def __call__(self, state: Any) -> Any:
-        given, self.next = self._inputs[self.next], self.next + 1
-        return self._program.run(self._params, *state[:2], given, state[2])
-
-
-def _recorded(
-    model: Model, case: RoundCase, program: Program, cache: ModelCache
-) -> tuple[ModelCache, np.ndarray]:
-    """The cache after rounds without drafts, and what each request says in them; i32[B, n].
-
-    By the program that is taught: another one rounds otherwise, and draws other tokens where two
-    are nearly alike, as those of random weights often are.
-    """
-    output = case.output(model.config, case.draft_tokens)
-    store, given = case.store(cache), case.alone_input()
-    said = [jnp.copy(output.columns[:, 0])]
-    for _ in range(tokens_needed(case) - 1):
-        cache, store, output = program.run(model.params, cache, store, given, output)
-        said.append(jnp.copy(output.columns[:, 0]))
-    return cache, np.stack([np.asarray(tokens) for tokens in said], axis=1)
-
-
-def tokens_per_s(row: dict[str, Any]) -> list[dict[str, float]]:
-    """Tokens a second at each of `TOKENS_A_ROUND`, beside plain steps of the same run.
-
-    A round that keeps a fraction of a token more takes as much of the time between two whole ones.
-    What a request says by random weights may repeat itself, so that rounds read fewer experts than
-    those of random tokens: `of_plain_at_random` takes the time of these.
-    """
-    kept = sorted((count, each["ms"]) for count, each in row["kept"].items())
-    counts, times = zip(*kept, strict=True)
-    plain = row["parts"].get("plain", {}).get("ms")
-    table = []
-    for tokens in TOKENS_A_ROUND:
-        if tokens - 1 > counts[-1]:
-            continue
-        ms = float(np.interp(tokens - 1, counts, times))
-        each = {"tokens_a_round": tokens, "round_ms": ms, "ms_a_token": ms / tokens}
-        each["tokens_per_s"] = row["batch"] * tokens / ms * 1e3
-        if plain is not None:
-            each["of_plain"] = plain * tokens / ms
-            if (spread := row["parts"].get("round", {}).get("ms")) is not None:
-                each["of_plain_at_random"] = plain * tokens / spread
-        table.append(each)
-    return table
-
-
 def _time(
     case: RoundCase,
     call: Callable[[Any], Any],
@@ -343,16 +278,6 @@ def _profiled(program: Program, call: Callable[[Any], Any], state: Any) -> list[
     return profile_launches(
         program.run, lambda: dispatch(call, state, _PROFILED), calls=_PROFILED, devices=1
     )
-
-
-def timing_row(timing: Timing) -> dict[str, Any]:
-    """What a part's row tells of its time."""
-    return {
-        "ms": timing.median_s * 1e3,
-        "ms_least": timing.least_s * 1e3,
-        "ms_most": timing.most_s * 1e3,
-        "calls": timing.calls,
-    }
 
 
 def _add_floor(found: dict[str, Any], floors: RoundBytes, name: str, case: RoundCase) -> None:

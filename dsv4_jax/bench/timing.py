@@ -33,11 +33,18 @@ class Timing:
     most_s: float
     calls: int
 
+    def fields(self) -> dict[str, float]:
+        """Fields of a part's row: milliseconds of a call, and calls of a measurement."""
+        times = {"ms": self.median_s, "ms_least": self.least_s, "ms_most": self.most_s}
+        return {key: seconds * 1e3 for key, seconds in times.items()} | {"calls": self.calls}
+
     def row(self, name: str, *, per_call: int = 1) -> dict[str, float]:
         """Fields of a row: milliseconds, of one of so many steps that a call makes, and calls."""
-        times = {"ms": self.median_s, "ms_least": self.least_s, "ms_most": self.most_s}
-        fields = {f"{name}_{key}": seconds * 1e3 / per_call for key, seconds in times.items()}
-        return fields | {f"{name}_calls": self.calls}
+        fields = self.fields()
+        return {
+            f"{name}_{key}": value if key == "calls" else value / per_call
+            for key, value in fields.items()
+        }
 
 
 def time_calls(
@@ -89,6 +96,70 @@ def time_calls(
     before = statistics.median(befores or [0.0])
     samples = [(total - before) / calls for total in totals]
     return Timing(statistics.median(samples), min(samples), max(samples), calls), state
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """How many times as long calls of one program take as those of another.
+
+    Attributes:
+      median: the median over pairs of measurements.
+      least: the smallest.
+      most: the largest.
+      pairs: how many there were.
+    """
+
+    median: float
+    least: float
+    most: float
+    pairs: int
+
+
+@dataclasses.dataclass
+class Calls:
+    """Calls `state = call(state)` of a program, and what they go on from.
+
+    Attributes:
+      call: a compiled function; it may donate its argument.
+      state: the argument of the next call.
+      rewind: makes the state that calls in a row start from, out of the last one's result.
+      count: calls in a row for which `rewind` leaves room.
+    """
+
+    call: Callable[[Any], Any]
+    state: Any
+    rewind: Callable[[Any], Any]
+    count: int
+
+    def seconds(self) -> float:
+        """Of one call, as `time_calls` measures it once."""
+        has_host = self.count > 1 and jax.default_backend() != "cpu"
+        calls, before = (self.count // 2 if has_host else self.count), 0.0
+        if has_host:
+            before, self.state = dispatch(self.call, self.rewind(self.state), calls)
+        times = 2 * calls if has_host else calls
+        total, self.state = dispatch(self.call, self.rewind(self.state), times)
+        return (total - before) / calls
+
+
+def time_ratio(ours: Calls, others: Calls, *, least_pairs: int = 3, limit_s: float = 2.0) -> Ratio:
+    """Times two programs in turns, so that a clock that drifts concerns both alike.
+
+    Args:
+      ours: what is above the fraction line.
+      others: what is below it.
+      least_pairs: pairs of measurements that are made in any case.
+      limit_s: no pair but those starts later than this after the first.
+    """
+    for each in (ours, others):  # sets up libraries, then graphs of arrays where they stay
+        for _ in range(2):
+            _, each.state = dispatch(each.call, each.rewind(each.state), 1)
+    begun, ratios = time.perf_counter(), []
+    while len(ratios) < least_pairs or time.perf_counter() - begun < limit_s:
+        turn = (ours, others) if len(ratios) % 2 else (others, ours)
+        taken = {id(each): each.seconds() for each in turn}
+        ratios.append(taken[id(ours)] / taken[id(others)])
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
 
 
 def dispatch(call: Callable[[Any], Any], state: Any, times: int) -> tuple[float, Any]:

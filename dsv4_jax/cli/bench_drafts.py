@@ -125,6 +125,7 @@ def _lines(row: dict[str, Any]) -> list[str]:
         lines.append(round_report.part_line(row, part))
         if text := report.profile_table(found):
             lines.append(text)
+    lines += [round_report.turns_line(row, part) for part in row.get("beside_plain", {})]
     lines += [round_report.kept_line(row, kept) for kept in row.get("kept", {})]
     for part in row.get("failed", {}).keys() - row["parts"].keys():
         lines.append(f"{part} failed, {row['failed'][part]}")

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.bench import round_depths, round_floor, round_parts, round_report, rounds
+from dsv4_jax.bench import (
+    round_depths,
+    round_floor,
+    round_parts,
+    round_report,
+    rounds,
+    taught_rounds,
+)
 from dsv4_jax.bench.round_case import RoundCase, shapes_of, taught_inputs, usual_stages
 from dsv4_jax.bench.round_programs import Model
 from dsv4_jax.bench.weights import random_params
@@ -134,17 +141,18 @@ def test_rounds_leave_room_for_all_that_they_may_keep():
 
 
 def test_tokens_a_second_lie_between_whole_rounds():
-    row = {"batch": 8, "parts": {"plain": {"ms": 5.0}, "round": {"ms": 12.5}}}
+    parts = {"plain": {"ms": 5.0}, "round": {"ms": 15.0}, "overlapped": {"ms": 12.5}}
+    row = {"batch": 8, "parts": parts, "taught": "overlapped"}
     row["kept"] = {kept: {"ms": 8.0 + kept / 2} for kept in range(6)}
-    table = {each["tokens_a_round"]: each for each in rounds.tokens_per_s(row)}
+    table = {each["tokens_a_round"]: each for each in taught_rounds.tokens_per_s(row)}
     assert list(table) == [1.0, 2.8, 3.9, 5.0]
     assert table[2.8]["round_ms"] == pytest.approx(8.9)
     assert table[2.8]["tokens_per_s"] == pytest.approx(8 * 2.8 / 8.9e-3)
     assert table[5.0]["of_plain"] == pytest.approx(5 * 5.0 / 10.0)
     assert table[5.0]["of_plain_at_random"] == pytest.approx(5 * 5.0 / 12.5)
     few = row | {"kept": {kept: row["kept"][kept] for kept in range(3)}}
-    assert [each["tokens_a_round"] for each in rounds.tokens_per_s(few)] == [1.0, 2.8]
-    row["tokens_per_s"] = rounds.tokens_per_s(row)
+    assert [each["tokens_a_round"] for each in taught_rounds.tokens_per_s(few)] == [1.0, 2.8]
+    row["tokens_per_s"] = taught_rounds.tokens_per_s(row)
     row["context"], row["draft_tokens"] = 8192, 5
     heading, first, *_ = round_report.token_table([row]).splitlines()
     assert heading.split()[:3] == ["requests", "tokens", "a"]
@@ -193,9 +201,12 @@ def test_rounds_are_timed_whole_in_parts_and_as_taught(tmp_path, capsys):
     assert [each["tokens_a_round"] for each in row["kept"].values()] == [1, 2, 3, 4, 5, 6]
     assert {each["as_taught"] for each in row["kept"].values()} == {1.0}
     assert row["parts"]["round"]["alias_bytes"] > 0
+    assert row["beside_plain"].keys() == {"undrafted", "round"}
+    assert row["beside_plain"]["round"]["median"] > 1
     said = capsys.readouterr().out
     assert "taught to keep 5" in said
     assert "of plain steps" in said
+    assert "1 request of 64 tokens, 5 drafts, round, in turns with a plain step: " in said
 
 
 def test_the_law_counts_what_rounds_of_a_depth_keep():

@@ -79,3 +79,25 @@ def test_on_a_cpu_one_call_ends_before_the_next_begins(monkeypatch):
     monkeypatch.setattr(timing.jax, "block_until_ready", wait)
     timing.dispatch(lambda state: state + 1, 0, 3)
     assert waited == [0, 1, 2, 3, 3]
+
+
+def test_programs_are_timed_in_turns(monkeypatch):
+    """The clock slows down from call to call, which concerns both; neither always goes first."""
+    order, clock = [], iter(range(1000))
+
+    def dispatch(call, state, times):
+        speed = 1 + next(clock) / 1000
+        order.append(state)
+        return HOST_S + (3 if state == "ours" else 2) * DEVICE_S * speed * times, state
+
+    monkeypatch.setattr(timing, "dispatch", dispatch)
+    monkeypatch.setattr(timing.jax, "default_backend", lambda: "gpu")
+    ours, others = (timing.Calls(None, who, lambda state: state, 12) for who in ("ours", "others"))
+    found = timing.time_ratio(ours, others, least_pairs=4, limit_s=0)
+    assert found.pairs == 4
+    assert found.least <= found.median <= found.most
+    assert found.median == pytest.approx(1.5, rel=0.01)
+    measured = order[4:]  # after two calls of each
+    assert (
+        measured == ["others"] * 2 + ["ours"] * 4 + ["others"] * 4 + ["ours"] * 4 + ["others"] * 2
+    )
