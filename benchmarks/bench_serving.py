@@ -15,6 +15,7 @@ import numpy as np
 
 import dsv4_jax as ds
 from dsv4_jax.bench.memory import bytes_in_use
+from dsv4_jax.bench.routing_laws import LAWS
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cli.arguments import add_mesh, add_weights, chosen_mesh
 from dsv4_jax.model.weight_forms import RELEASE_FORMS, STORED
@@ -22,7 +23,9 @@ from dsv4_jax.model.weight_forms import RELEASE_FORMS, STORED
 PRESETS = ("tiny", "flash", "pro", "flash_slim", "pro_slim")
 
 
-def load(name, num_layers=None, num_experts=None, *, weights="bfloat16", mesh=None):
+def load(
+    name, num_layers=None, num_experts=None, *, weights="bfloat16", mesh=None, routing="uniform"
+):
     """Config and parameters; of a preset its first layers and so many experts, if given."""
     if name not in PRESETS:
         return ds.load_checkpoint(ds.SHIPPED_CHECKPOINT if name == "shipped" else name)
@@ -37,7 +40,7 @@ def load(name, num_layers=None, num_experts=None, *, weights="bfloat16", mesh=No
     if num_experts is not None:
         config = dataclasses.replace(config, num_routed_experts=num_experts)
     if jax.default_backend() == "gpu" or weights == STORED:
-        return config, random_params(config, weights=weights, mesh=mesh)
+        return config, random_params(config, weights=weights, mesh=mesh, routing=routing)
     return config, ds.init_params(config, jax.random.key(0), dtype=jnp.bfloat16)
 
 
@@ -66,6 +69,10 @@ def main():
     parser.add_argument(
         "--steps", type=int, default=0, help="submit new requests until so many steps"
     )
+    parser.add_argument(
+        "--routing", choices=list(LAWS), default="uniform",
+        help="how tokens pick the experts of a preset on a GPU",
+    )  # fmt: skip
     add_weights(parser, RELEASE_FORMS, "bfloat16", "of a preset")
     parser.add_argument(
         "--budget-s", type=float, default=float("inf"), help="seconds of serving; then it reports"
@@ -76,7 +83,10 @@ def main():
     ds.set_xla_flags()
     ds.use_compilation_cache()
     mesh = chosen_mesh(args)
-    config, params = load(args.config, args.layers, args.experts, weights=args.weights, mesh=mesh)
+    config, params = load(
+        args.config, args.layers, args.experts,
+        weights=args.weights, mesh=mesh, routing=args.routing,
+    )  # fmt: skip
     engine = ds.Engine(
         config,
         params,

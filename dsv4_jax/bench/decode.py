@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -17,7 +18,10 @@ from dsv4_jax.bench.memory import memory_limit, peak_bytes
 from dsv4_jax.bench.parts import cache_part, layers_of_kind, random_inputs
 from dsv4_jax.bench.program import Program, compile_program
 from dsv4_jax.bench.report import first_line
+from dsv4_jax.bench.routing import mean_distinct, picks_call
+from dsv4_jax.bench.routing_laws import LAWS, expected_experts
 from dsv4_jax.bench.timing import Timing
+from dsv4_jax.bench.weights import with_routing
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
@@ -44,13 +48,14 @@ def bench_case(
 
     Args:
       config: the model.
-      params: model parameters or their shapes; None runs only the cache part.
+      params: model parameters, of `random_params`, or their shapes; None runs only the cache part.
       case: the point to measure.
       bandwidth: bytes per second of a copy on this device, for `copy_share`.
 
     Yields:
-      The row so far: times in ms, bytes, launches, shares. `skipped` gives the reason if the case
-      was not run, and `failed` the error of each part that failed.
+      The row so far: times in ms, bytes, launches, shares. `by_routing` has those of the step that
+      depend on a law by each of the laws, and the row itself those by the first. `skipped` gives
+      the reason if the case was not run, and `failed` the error of each part that failed.
     """
     setup = CaseSetup(config, case)
     weight_bytes = 0 if params is None else tree_bytes(params)
@@ -85,7 +90,9 @@ def bench_case(
                 row |= more
                 if "step_ms" in row:
                     row["planned_peak_bytes"] = planned + row["temp_bytes"]
-                    row["copy_share"] = row["bytes_moved"] / row["step_ms"] * 1e3 / bandwidth
+                for each in row.get("by_routing", {}).values():
+                    each["copy_share"] = each["bytes_moved"] / each["step_ms"] * 1e3 / bandwidth
+                row |= next(iter(row.get("by_routing", {}).values()), {})
                 yield dict(row)
         except Exception as error:
             row.setdefault("failed", {})[part] = first_line(error)
@@ -93,13 +100,17 @@ def bench_case(
 
 
 def _step_rows(setup: CaseSetup, params: DSV4Params) -> Iterator[dict[str, Any]]:
-    """Compiles and times the whole step."""
+    """Compiles the whole step, and times it by each law of routing."""
     config, case, step_input = setup.config, setup.case, setup.step_input
     start = time.perf_counter()
     cache = setup.fill()
     row: dict[str, Any] = {"fill_s": time.perf_counter() - start}
     static = {"config": config, "activations": case.activations, "options": decode_options()}
-    program = compile_program(jit_decode_step, params, cache, step_input, **static)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        picks = picks_call(config, case.activations)
+        counting = pool.submit(compile_program, picks, params, cache, step_input)
+        program = compile_program(jit_decode_step, params, cache, step_input, **static)
+        counter = counting.result()
     yield row | program.row()
     if case.compile_only:
         return
@@ -111,24 +122,40 @@ def _step_rows(setup: CaseSetup, params: DSV4Params) -> Iterator[dict[str, Any]]
             "again_compile_s": again.compile_s,
             "again_from_cache": again.from_cache,
         }
-    call = decode_call(program.run, params, step_input)
-    timing, state = setup.measure(call, (cache, None))
-    cache, logits = program.run(params, setup.rewind(state)[0], step_input)
-    moved = sum(w.num_bytes for w in setup.work.values())
-    weights_read = roofline.step_weight_bytes(config, params, batch=case.batch)
-    moved += sum(weights_read.values())
-    yield timing.row("step") | {
-        "tokens_per_s": case.batch / timing.median_s,
+    by_routing: dict[str, dict[str, Any]] = {}
+    for routing in case.routings:
+        routed = with_routing(params, config, routing)
+        call = decode_call(program.run, routed, step_input)
+        timing, state = setup.measure(call, (cache, None))
+        cache, logits = program.run(routed, setup.rewind(state)[0], step_input)
+        finite = bool(jnp.isfinite(logits).all())
+        del logits
+        experts = mean_distinct(counter.run(routed, cache, step_input))
+        by_routing[routing] = _of_routing(setup, params, routing, experts) | timing.row("step")
+        by_routing[routing] |= {"tokens_per_s": case.batch / timing.median_s, "finite": finite}
+        yield {"by_routing": by_routing, "peak_bytes": peak_bytes()}
+    if case.profile:
+        call = decode_call(program.run, with_routing(params, config, case.routings[0]), step_input)
+        yield {"profile": setup.profile(program.run, call, (cache, None))}
+
+
+def _of_routing(
+    setup: CaseSetup, params: DSV4Params, routing: str, experts: float
+) -> dict[str, Any]:
+    """What a step must read by a law of routing, of which it read so many experts of a layer."""
+    read = roofline.step_weight_bytes(setup.config, params, batch=setup.case.batch, experts=experts)
+    moved = sum(w.num_bytes for w in setup.work.values()) + sum(read.values())
+    exponent = LAWS[routing]
+    return {
+        "routing": routing,
+        "experts_read": experts,
+        "expected_experts": expected_experts(
+            setup.config, rows=setup.case.batch, exponent=exponent
+        ),
+        "weight_bytes_read": read,
         "bytes_moved": moved,
         "floor_ms": moved / roofline.BANDWIDTH * 1e3,
-        "weight_bytes_read": weights_read,
-        "expected_experts": roofline.expected_experts(config, batch=case.batch),
-        "peak_bytes": peak_bytes(),
-        "finite": bool(jnp.isfinite(logits).all()),
     }
-    del logits
-    if case.profile:
-        yield {"profile": setup.profile(program.run, call, (cache, None))}
 
 
 def _loop_rows(setup: CaseSetup, params: DSV4Params) -> Iterator[dict[str, Any]]:

@@ -44,6 +44,8 @@ class DecodeCase:
       profile: whether the step and the cache part are also profiled, launch by launch.
       compile_only: whether programs are only compiled, into the persistent compilation cache.
       limit_s: seconds for the measurements of one part, without compiling.
+      routings: laws by which tokens pick experts, of `routing_laws.LAWS`; the step is timed with
+        each, and all other parts with the first.
       block_parts: devices that a request's blocks are dealt over; the cache is then that of one.
     """
 
@@ -57,6 +59,7 @@ class DecodeCase:
     profile: bool = False
     compile_only: bool = False
     limit_s: float = 20.0
+    routings: tuple[str, ...] = ("uniform",)
     block_parts: int = 1
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from dsv4_jax.bench import roofline
 from dsv4_jax.bench.roofline import BF16_FLOPS, FP8_FLOPS, Work
+from dsv4_jax.bench.routing_laws import expected_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
@@ -111,11 +112,11 @@ def step_floor(
     collective_s: float = COLLECTIVE_S,
     busiest: bool = False,
     split_cache: bool = False,
+    exponent: float = 0.0,
 ) -> StepFloor:
     """The floor of one decode step without drafts.
 
-    Requests are spread evenly: the busiest data shard has batch / data of them, rounded up. Of the
-    experts, a step reads as many as tokens pick that pick at random.
+    Requests are spread evenly: the busiest data shard has batch / data of them, rounded up.
 
     Args:
       config: the model.
@@ -130,12 +131,14 @@ def step_floor(
       busiest: whether all wait for the device that holds most of the experts picked
         (`busiest_experts`); if not, each holds its part of them.
       split_cache: blocks are dealt over `model`; else the cache is replicated over it.
+      exponent: of the law by which tokens pick experts, of `routing_laws.LAWS`; of `busiest` it is
+        0.
     """
     rows = -(-batch // data)
     if busiest:
         experts = busiest_experts(config, batch=batch, num_devices=data * model)
     else:
-        experts = roofline.expected_experts(config, batch=batch) / (data * model)
+        experts = expected_experts(config, rows=batch, exponent=exponent) / (data * model)
         experts = max(experts, float(-(-config.num_experts_per_token // (data * model))))
     pairs = batch * config.num_experts_per_token / (data * model)
     works = [
@@ -239,7 +242,7 @@ def split_collectives(
 def busiest_experts(config: DSV4Config, *, batch: int, num_devices: int) -> float:
     """Experts of a layer that the busiest device reads, on average over tokens' random picks."""
     if num_devices == 1:
-        return roofline.expected_experts(config, batch=batch)
+        return expected_experts(config, rows=batch)
     rng, most = np.random.default_rng(0), []
     for _ in range(_DRAWS):
         order = rng.random((batch, config.num_routed_experts), np.float32)

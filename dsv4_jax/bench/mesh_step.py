@@ -16,11 +16,13 @@ from jax.sharding import Mesh
 from dsv4_jax.bench.decode import MARGIN_BYTES
 from dsv4_jax.bench.decode_case import CaseSetup, DecodeCase, decode_call
 from dsv4_jax.bench.decode_loop import compile_loop, greedy_rows, time_loop
-from dsv4_jax.bench.floor import step_floor
+from dsv4_jax.bench.floor import StepFloor, step_floor
 from dsv4_jax.bench.memory import memory_limit, peak_bytes
 from dsv4_jax.bench.placement import place
 from dsv4_jax.bench.program import Program, compile_program
 from dsv4_jax.bench.report import first_line
+from dsv4_jax.bench.routing_laws import LAWS, expected_experts
+from dsv4_jax.bench.weights import with_routing
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.hosts import meet
@@ -148,24 +150,28 @@ class MeshSteps:
             if params is None or case.compile_only:
                 return
             meet()
-            floor = step_floor(
-                self.config, placed.params, data=data, model=model, batch=case.batch,
-                activations=case.activations, split_cache=splits, **sizes,
-            )  # fmt: skip
-            row |= {
-                "bytes_moved": floor.num_bytes,
-                "floor_ms": floor.seconds * 1e3,
-                "floor_collectives_ms": floor.collective_s * 1e3,
-                "collectives": sum(collective.count for collective in floor.collectives),
-            }
+            floors = {
+                routing: step_floor(
+                    self.config, placed.params, data=data, model=model, batch=case.batch,
+                    activations=case.activations, split_cache=splits, exponent=LAWS[routing],
+                    **sizes,
+                )
+                for routing in case.routings
+            }  # fmt: skip
+            row |= _floor_fields(floors[case.routings[0]])
             for more in self._measure(setup, programs, params):
-                row |= more
-                if "step_ms" in row:
-                    seconds = row["step_ms"] / 1e3
-                    row["tokens_per_s"] = case.batch / seconds
-                    row["tokens_per_device_s"] = case.batch / seconds / (data * model)
-                    share = floor.num_bytes / seconds / bandwidth if bandwidth else None
-                    row["copy_share"] = share
+                for routing, each in more.get("by_routing", {}).items():
+                    seconds, floor = each["step_ms"] / 1e3, floors[routing]
+                    each |= _floor_fields(floor) | {
+                        "routing": routing,
+                        "expected_experts": expected_experts(
+                            self.config, rows=case.batch, exponent=LAWS[routing]
+                        ),
+                        "tokens_per_s": case.batch / seconds,
+                        "tokens_per_device_s": case.batch / seconds / (data * model),
+                        "copy_share": floor.num_bytes / seconds / bandwidth if bandwidth else None,
+                    }
+                row |= more | next(iter(more.get("by_routing", {}).values()), {})
                 yield dict(row)
         except Exception as error:
             yield row | {"failed": {"step": first_line(error)}}
@@ -191,20 +197,33 @@ class MeshSteps:
             cache = fill()
         if (program := programs.get("step")) is None:
             return
-        call = decode_call(program.run, params, step_input)
-        timing, state = setup.measure(call, (cache, None), rewind=rewind)
-        cache, logits = program.run(params, rewind(state)[0], step_input)
-        yield timing.row("step") | {
-            "peak_bytes": peak_bytes(),
-            "finite": bool(jnp.isfinite(logits).all()),
-        }
-        del logits
+        by_routing: dict[str, dict[str, Any]] = {}
+        for routing in setup.case.routings:
+            routed = with_routing(params, self.config, routing)
+            call = decode_call(program.run, routed, step_input)
+            timing, state = setup.measure(call, (cache, None), rewind=rewind)
+            cache, logits = program.run(routed, rewind(state)[0], step_input)
+            finite = bool(jnp.isfinite(logits).all())
+            del logits
+            by_routing[routing] = timing.row("step") | {"finite": finite}
+            yield {"by_routing": by_routing, "peak_bytes": peak_bytes()}
         if setup.case.profile:
+            call = decode_call(program.run, params, step_input)
             devices = len(self.mesh.local_devices)
             launches = setup.profile(
                 program.run, call, (cache, None), rewind=rewind, devices=devices
             )
             yield {"profile": launches}
+
+
+def _floor_fields(floor: StepFloor) -> dict[str, Any]:
+    """What a row tells of a floor."""
+    return {
+        "bytes_moved": floor.num_bytes,
+        "floor_ms": floor.seconds * 1e3,
+        "floor_collectives_ms": floor.collective_s * 1e3,
+        "collectives": sum(collective.count for collective in floor.collectives),
+    }
 
 
 def on_every_shard[T](tree: T, mesh: Mesh) -> T:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,9 @@ from dsv4_jax.bench.memory import peak_bytes
 from dsv4_jax.bench.mesh_step import on_every_shard
 from dsv4_jax.bench.profile import profile_launches
 from dsv4_jax.bench.program import compile_program
+from dsv4_jax.bench.routing_laws import LAWS, expected_experts
 from dsv4_jax.bench.timing import time_calls
+from dsv4_jax.bench.weights import with_routing
 from dsv4_jax.cache.empty_cache import init_cache
 from dsv4_jax.cache.model_cache import ModelCache, tree_bytes
 from dsv4_jax.cache.step_input import StepInput
@@ -41,12 +43,13 @@ def bench_prefill(
     limit_s: float = 60.0,
     profile: bool = False,
     mesh: Mesh | None = None,
+    routings: Sequence[str] = ("uniform",),
 ) -> Iterator[dict[str, Any]]:
     """Prefills a prompt of random tokens, chunk by chunk.
 
     Args:
       config: the model.
-      params: model parameters.
+      params: model parameters, of `random_params`.
       num_tokens: length of the prompt.
       chunk_tokens: tokens per call; must divide `num_tokens`.
       cache_format: name of the storage format.
@@ -55,12 +58,15 @@ def bench_prefill(
       limit_s: no repeat starts later than this after the first.
       profile: whether the prompt is prefilled once more and profiled, launch by launch.
       mesh: the devices; every data shard prefills a prompt. None is one device.
+      routings: laws by which tokens pick experts, of `routing_laws.LAWS`.
 
     Yields:
-      The row after compiling, and again after timing: seconds, tokens per second, shares of the
-      bf16 and the FP8 matrix rate, the bytes of weights that all calls must read, by number format,
-      and temporary bytes of a call. Those grow with the prompt only by what each cached entry
-      needs. With `profile` the row comes once more, with `profile_launches` of a call on average.
+      The row after compiling, and again after timing with each law: `by_routing` has what depends
+      on it, and the row itself that of the first. Those are seconds, tokens per second, shares of
+      the bf16 and the FP8 matrix rate, and the bytes of weights that all calls must read, by number
+      format. Temporary bytes are those of a call, and grow with the prompt only by what each cached
+      entry needs. With `profile` the row comes once more, with `profile_launches` of a call on
+      average.
 
     Raises:
       ValueError: `chunk_tokens` does not divide `num_tokens`.
@@ -100,35 +106,43 @@ def bench_prefill(
     row |= program.row()
     yield row
 
+    routed = params
+
     def prefill_all(cache: ModelCache) -> ModelCache:
         for chunk in chunks:
-            cache, _ = program.run(params, cache, chunk)
+            cache, _ = program.run(routed, cache, chunk)
         return cache
 
     def rewind(cache: ModelCache) -> ModelCache:
         """Sets the length to 0; the rings and states of the last prompt are then not read."""
         return dataclasses.replace(cache, length_tokens=jnp.copy(start))
 
-    timing, cache = time_calls(
-        prefill_all, cache, rewind=rewind, max_calls=1, repeats=repeats, limit_s=limit_s
-    )
     step_tokens, devices = num_prompts * chunk_tokens, 1 if mesh is None else mesh.size
     flops = num_prompts * prefill_flops(config, num_tokens)
-    rate = flops / timing.median_s / devices
-    weights_read = roofline.step_weight_bytes(config, params, batch=step_tokens)
-    row |= {
-        "prefill_s": timing.median_s,
-        "prefill_s_least": timing.least_s,
-        "prefill_s_most": timing.most_s,
-        "tokens_per_s": num_prompts * num_tokens / timing.median_s,
-        "flops": flops,
-        "matrix_share": rate / roofline.BF16_FLOPS,
-        "fp8_share": rate / roofline.FP8_FLOPS,
-        "weight_bytes_read": {name: len(chunks) * n for name, n in weights_read.items()},
-        "expected_experts": roofline.expected_experts(config, batch=step_tokens),
-        "peak_bytes": peak_bytes(),
-    }
-    yield row
+    by_routing: dict[str, dict[str, Any]] = {}
+    for routing in routings:
+        routed = with_routing(params, config, routing)
+        timing, cache = time_calls(
+            prefill_all, cache, rewind=rewind, max_calls=1, repeats=repeats, limit_s=limit_s
+        )
+        rate = flops / timing.median_s / devices
+        experts = expected_experts(config, rows=step_tokens, exponent=LAWS[routing])
+        read = roofline.step_weight_bytes(config, params, batch=step_tokens, experts=experts)
+        by_routing[routing] = {
+            "routing": routing,
+            "prefill_s": timing.median_s,
+            "prefill_s_least": timing.least_s,
+            "prefill_s_most": timing.most_s,
+            "tokens_per_s": num_prompts * num_tokens / timing.median_s,
+            "matrix_share": rate / roofline.BF16_FLOPS,
+            "fp8_share": rate / roofline.FP8_FLOPS,
+            "weight_bytes_read": {name: len(chunks) * n for name, n in read.items()},
+            "expected_experts": experts,
+        }
+        row |= {"flops": flops, "by_routing": by_routing, "peak_bytes": peak_bytes()}
+        yield row | by_routing[routings[0]]
+    row |= by_routing[routings[0]]
+    routed = with_routing(params, config, routings[0])
     if profile:
         cache = jax.block_until_ready(rewind(cache))
         launches = profile_launches(

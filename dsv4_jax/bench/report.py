@@ -35,11 +35,12 @@ def decode_line(row: dict[str, Any]) -> str:
         return f"{words[0]} skipped {row['skipped']}"
     if "compile_s" in row:
         words.append(f"{compiled(row)}, {row['launches']['total']:,} launches,")
-    if "step_ms" in row:
-        words.append(
-            f"{timed(row, 'step_ms')}, {row['tokens_per_s']:,.0f} tokens/s, "
-            f"{row['copy_share']:.0%} of the copy bandwidth,"
-        )
+    for each in _by_routing(row):
+        if "step_ms" in each:
+            words.append(
+                f"{_law(each)}{timed(each, 'step_ms')}, {each['tokens_per_s']:,.0f} tokens/s, "
+                f"{each['copy_share']:.0%} of the copy bandwidth{_experts(each)},"
+            )
     if "cache_part_ms" not in row and "cache_part_compile_s" in row:
         words.append(f"cache part {compiled(row, 'cache_part_')},")
     if "cache_part_ms" in row:
@@ -56,11 +57,27 @@ def decode_line(row: dict[str, Any]) -> str:
     return " ".join(words).rstrip(",")
 
 
+def _by_routing(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each law of routing that it was measured by."""
+    return [row | each for each in row.get("by_routing", {"": {}}).values()]
+
+
+def _law(row: dict[str, Any]) -> str:
+    return f"{row['routing']} routing " if "routing" in row else ""
+
+
+def _experts(row: dict[str, Any]) -> str:
+    """How many experts were read, where that is known."""
+    return f", {row['experts_read']:.1f} experts of a layer" if "experts_read" in row else ""
+
+
 def decode_table(rows: Sequence[dict[str, Any]]) -> str:
     """A table of `bench decode`, one line per case."""
     columns = {
         "batch": lambda r: f"{r['batch']}",
         "context": lambda r: f"{r['context']:,}",
+        "routing": lambda r: r["routing"],
+        "experts": lambda r: f"{r['experts_read']:.1f}",
         "ms/step": lambda r: f"{r['step_ms']:.3f}",
         "spread": lambda r: f"{(r['step_ms_most'] - r['step_ms_least']) / r['step_ms']:.1%}",
         "in a loop": lambda r: f"{r['loop_ms']:.3f}",
@@ -77,8 +94,12 @@ def decode_table(rows: Sequence[dict[str, Any]]) -> str:
         "again s": lambda r: f"{r['again_trace_s'] + r['again_compile_s']:.1f}",
         "temp GiB": lambda r: f"{r['temp_bytes'] / 2**30:.2f}",
     }
-    text = table_lines(columns, rows)
-    for row in {r["batch"]: r for r in rows if "weight_bytes_read" in r}.values():
+    each_law = [each for row in rows for each in _by_routing(row)]
+    text = table_lines(columns, each_law)
+    reads = {
+        (row["batch"], row.get("routing")): row for row in each_law if "weight_bytes_read" in row
+    }
+    for row in reads.values():
         text.append(f"at batch {row['batch']} a step reads {_weights_read(row)}")
     for row in rows:
         if row.get("layer_ms"):
@@ -90,8 +111,11 @@ def decode_table(rows: Sequence[dict[str, Any]]) -> str:
 def _weights_read(row: dict[str, Any]) -> str:
     """The weights that a step or a prompt must read, by format."""
     sizes = (f"{name} {count / 1e9:.2f}" for name, count in row["weight_bytes_read"].items())
-    experts = row["expected_experts"]
-    return f"weights of {', '.join(sizes)} GB, {experts:.1f} experts of each layer among them"
+    experts = row.get("experts_read", row["expected_experts"])
+    by_law = f" by {row['routing']} routing" if "routing" in row else ""
+    return (
+        f"weights of {', '.join(sizes)} GB, {experts:.1f} experts of each layer among them{by_law}"
+    )
 
 
 def profile_table(row: dict[str, Any], most: int = 30) -> str:
@@ -142,12 +166,15 @@ def prefill_line(row: dict[str, Any]) -> str:
         return f"{where} failed, {row['failed']}"
     if "prefill_s" not in row:
         return f"{where} {compiled(row)}"
+    rates = (
+        f"{_law(each)}{each['prefill_s']:.3f} s, {each['tokens_per_s']:,.0f} tokens/s, "
+        f"{each['matrix_share']:.0%} of the bf16 matrix rate ({each['fp8_share']:.0%} of that of "
+        f"FP8), reads {_weights_read(each)}"
+        for each in _by_routing(row)
+    )
     return (
-        f"{where} {row['prefill_s']:.3f} s, "
-        f"{row['tokens_per_s']:,.0f} tokens/s, {row['matrix_share']:.0%} of the bf16 matrix rate "
-        f"({row['fp8_share']:.0%} of that of FP8), "
-        f"{row['temp_bytes'] / 2**30:.2f} GiB beside weights and cache, {compiled(row)}, "
-        f"reads {_weights_read(row)}"
+        f"{where} {'; '.join(rates)}; {row['temp_bytes'] / 2**30:.2f} GiB beside weights and "
+        f"cache, {compiled(row)}"
     )
 
 

@@ -141,26 +141,22 @@ def step_cache_roofline_s(
     )
 
 
-def expected_experts(config: DSV4Config, *, batch: int) -> float:
-    """Experts of a layer that `batch` tokens pick, if each picks its own at random."""
-    picked = config.num_experts_per_token / config.num_routed_experts
-    return config.num_routed_experts * (1 - (1 - picked) ** batch)
-
-
-def step_weight_bytes(config: DSV4Config, params: DSV4Params, *, batch: int) -> dict[str, float]:
+def step_weight_bytes(
+    config: DSV4Config, params: DSV4Params, *, batch: int, experts: float
+) -> dict[str, float]:
     """Bytes of weights that one step of `batch` tokens reads, by number format.
 
-    Counts one row of the embedding per token, `expected_experts` of each layer, no rows of hash
-    tables and no draft block.
+    Counts one row of the embedding per token, no rows of hash tables and no draft block.
 
     Args:
       config: the model.
       params: model parameters, or their shapes.
       batch: tokens of the step.
+      experts: different experts of a layer that they pick.
     """
     read_share = {
         "embedding": batch / config.vocab_size,
-        "routed experts": expected_experts(config, batch=batch) / config.num_routed_experts,
+        "routed experts": experts / config.num_routed_experts,
         "hash tables": 0.0,
     }
     total: dict[str, float] = {name: 0.0 for name in FORMATS}

@@ -39,6 +39,7 @@ class RoundCase:
       cache_format: name of the storage format.
       activations: what multiplies quantised weights.
       limit_s: seconds for the measurements of one part, without compiling.
+      routing: the law by which tokens pick experts, of `routing_laws.LAWS`.
     """
 
     batch: int
@@ -47,6 +48,7 @@ class RoundCase:
     cache_format: str
     activations: str = DEFAULT_ACTIVATIONS
     limit_s: float = 20.0
+    routing: str = "uniform"
 
     @property
     def row_tokens(self) -> int:

@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from dsv4_jax.bench import roofline
+from dsv4_jax.bench.routing_laws import expected_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.weight_sizes import walk_weights
@@ -74,6 +75,7 @@ def round_bytes(
     draft_tokens: int,
     context: int,
     cache_format: str,
+    exponent: float = 0.0,
 ) -> RoundBytes:
     """Counts the bytes.
 
@@ -84,17 +86,22 @@ def round_bytes(
       draft_tokens: drafts that are checked of each.
       context: tokens of each.
       cache_format: name of the storage format.
+      exponent: of the law by which tokens pick experts, of `routing_laws.LAWS`.
     """
     spec = config.dspark
     assert spec is not None
     sizes = {"batch": batch, "context": context, "cache_format": cache_format}
     cache = sum(w.num_bytes for w in roofline.step_cache_work(config, **sizes).values())
 
-    def trunk(rows: int) -> float:
-        return cache + sum(roofline.step_weight_bytes(config, params, batch=rows).values())
-
     rows, block_rows = batch * (draft_tokens + 1), batch * spec.block_size
-    experts = {n: roofline.expected_experts(config, batch=n) for n in (batch, rows, block_rows)}
+    experts = {
+        n: expected_experts(config, rows=n, exponent=exponent) for n in (batch, rows, block_rows)
+    }
+
+    def trunk(rows: int) -> float:
+        read = roofline.step_weight_bytes(config, params, batch=rows, experts=experts[rows])
+        return cache + sum(read.values())
+
     in_context, in_pass, in_chain = _draft_bytes(
         config, params, spec.block_size, batch, experts[block_rows]
     )

@@ -24,7 +24,8 @@ from dsv4_jax.bench.round_case import (
 )
 from dsv4_jax.bench.round_floor import RoundBytes, round_bytes
 from dsv4_jax.bench.round_programs import BLOCK_PICKS, PICKS, Model, context_arguments
-from dsv4_jax.bench.routing import count_distinct
+from dsv4_jax.bench.routing import mean_distinct
+from dsv4_jax.bench.routing_laws import LAWS
 from dsv4_jax.bench.taught_rounds import Reader, taught_rounds, tokens_per_s
 from dsv4_jax.bench.timing import Calls, Timing, dispatch, time_calls, time_ratio
 from dsv4_jax.cache.model_cache import ModelCache
@@ -66,7 +67,7 @@ def bench_rounds(
     """
     floors = round_bytes(
         model.config, model.params, batch=case.batch, draft_tokens=case.draft_tokens,
-        context=case.context, cache_format=case.cache_format,
+        context=case.context, cache_format=case.cache_format, exponent=LAWS[case.routing],
     )  # fmt: skip
     row: dict[str, Any] = dataclasses.asdict(case) | {
         "rounds": case.rounds,
@@ -221,7 +222,7 @@ def _proposal(
     timing, _ = _time(case, call, None, lambda state: state, 2 * case.rounds)
     found, picks = timing.fields(), programs.get(BLOCK_PICKS)
     if isinstance(picks, Program):
-        found["experts_read"] = _mean_distinct(picks.run(params, cache, anchors))
+        found["experts_read"] = mean_distinct(picks.run(params, cache, anchors))
     yield found
     if profile:
         yield {"profile": _profiled(program, call, None)}
@@ -249,14 +250,9 @@ def _reader(model: Model, case: RoundCase, programs: dict[str, Any], row: dict[s
         if not isinstance(program, Program):
             return {}
         layers = program.run(model.params, cache, given, last)
-        return {"experts_read": _mean_distinct([picked[:tokens] for picked in layers])}
+        return {"experts_read": mean_distinct([picked[:tokens] for picked in layers])}
 
     return reads
-
-
-def _mean_distinct(layers: list[jax.Array]) -> float:
-    """Different experts of a layer that i32[T, k] name, on average over layers."""
-    return float(np.mean([count_distinct(np.asarray(picked)) for picked in layers]))
 
 
 def _time(

@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4_jax.bench import roofline
+from dsv4_jax.bench.routing_laws import expected_experts
 from dsv4_jax.bench.tagged import PICKED, tagged
+from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.new_tokens import empty_staged
+from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.forward import forward
 from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.model.trunk import run_layers
+from pallas_kernels.common.weights import with_activations
 
 _DRAWS = 4096
-
-
-def independent(config: DSV4Config, rows: int) -> float:
-    """Of rows that pick theirs at random, all experts alike."""
-    return roofline.expected_experts(config, batch=rows)
-
-
-def zipf(config: DSV4Config, rows: int, *, exponent: float, seed: int = 0) -> float:
-    """Of rows that pick theirs independently, the r-th of all experts as often as r**-exponent.
-
-    A row picks one after the other, none twice, by the largest of log weight and Gumbel noise.
-    """
-    rng = np.random.default_rng(seed)
-    number, count = config.num_routed_experts, config.num_experts_per_token
-    weight = -exponent * np.log(np.arange(1, number + 1))
-    found = []
-    for _ in range(_DRAWS // 64):
-        noise = rng.gumbel(size=(64, rows, number)) + weight
-        found.append(np.argpartition(-noise, count - 1, axis=-1)[..., :count])
-    return float(count_distinct(np.concatenate(found)).mean())
 
 
 def count_distinct(picked: np.ndarray) -> np.ndarray:
@@ -43,6 +30,11 @@ def count_distinct(picked: np.ndarray) -> np.ndarray:
     flat = np.sort(picked.reshape(*picked.shape[:-2], -1), axis=-1)
     is_new = np.diff(flat, axis=-1, prepend=-1) > 0
     return (is_new & (flat >= 0)).sum(axis=-1)
+
+
+def mean_distinct(layers: list[jax.Array]) -> float:
+    """Different experts of a layer that i32[T, k] name, on average over layers."""
+    return float(np.mean([count_distinct(np.asarray(picked)) for picked in layers]))
 
 
 def of_neighbours(picked: np.ndarray, rows: int) -> float:
@@ -56,6 +48,18 @@ def of_strangers(picked: np.ndarray, rows: int, seed: int = 0) -> float:
     flat = picked.reshape(-1, picked.shape[-1])
     chosen = np.random.default_rng(seed).integers(0, len(flat), (_DRAWS, rows))
     return float(count_distinct(flat[chosen]).mean())
+
+
+def picks_call(config: DSV4Config, activations: str) -> Any:
+    """Jitted: parameters, cache and input of a decode step -> i32[T, k] of each layer."""
+
+    def streams(params: DSV4Params, cache: ModelCache, step_input: StepInput) -> jax.Array:
+        call = cache.index(step_input, max_row_tokens=1)
+        staged = empty_staged(cache.state, math.prod(step_input.token_ids.shape))
+        params = with_activations(params, activations)
+        return run_layers(params, cache, step_input.token_ids, call, staged, config).streams
+
+    return jax.jit(tagged(streams, PICKED))
 
 
 def picks_of_texts(config: DSV4Config, params: DSV4Params, token_ids: np.ndarray) -> np.ndarray:
@@ -94,7 +98,7 @@ def overlaps(config: DSV4Config, picked: np.ndarray, rows: Sequence[int]) -> lis
     return [
         Overlap(
             rows=count,
-            independent=independent(config, count),
+            independent=expected_experts(config, rows=count),
             strangers=float(np.mean([of_strangers(layer, count) for layer in picked])),
             neighbours=float(np.mean([of_neighbours(layer, count) for layer in picked])),
         )

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, Sharding
 
 from dsv4_jax.bench.noise import random_array, random_bits
+from dsv4_jax.bench.routing_laws import expert_table, router_bias
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params, leaf_spread, param_shapes, unstack_layers
 from dsv4_jax.model.shardings import param_shardings
@@ -39,8 +40,12 @@ def random_params(
     *,
     weights: str = "bfloat16",
     mesh: Mesh | None = None,
+    routing: str = "uniform",
 ) -> DSV4Params:
     """Makes parameters with the statistics of `init_params`, layer by layer, without a host copy.
+
+    Biases of routers are made for a law instead: random ones favour the same experts for all
+    tokens, of which many then read no more than few do.
 
     Args:
       config: the model; its draft block is included.
@@ -49,6 +54,7 @@ def random_params(
         dtype; quantised ones are drawn as codes and scales, none is NaN.
       mesh: the devices that hold them; a weight is made on one device and then put there. None is
         one device.
+      routing: the law by which tokens pick their experts, of `routing_laws.LAWS`.
 
     Returns:
       Parameters in the form of `unstack_layers`. Nothing else is allocated on the way.
@@ -62,16 +68,43 @@ def random_params(
     for number, (path, leaf) in enumerate(walk_weights(shapes)):
         name = path.rsplit(".", 1)[-1]
         leaf_seed = np.uint32(seed * 1_000_003 + number)
-        if name == "tid2eid":
-            weight = _expert_table(leaf_seed, leaf.shape, config.num_routed_experts)
-        else:
+        weight = _routing_leaf(name, leaf_seed, leaf.shape, config, routing)
+        if weight is None:
             weight = _random_weight(leaf_seed, *leaf_spread(name, leaf.shape), leaf)
         sharding = shardings[number]
         made.append(weight if sharding is None else jax.tree.map(_put, weight, sharding))
     return jax.tree.unflatten(structure, made)
 
 
-def _put(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+def with_routing(params: DSV4Params, config: DSV4Config, routing: str, seed: int = 0) -> DSV4Params:
+    """Parameters of `random_params` of that seed, whose tokens pick by another law.
+
+    All other arrays are shared.
+    """
+    made: list[Any] = []
+    for number, (path, leaf) in enumerate(walk_weights(params)):
+        leaf_seed = np.uint32(seed * 1_000_003 + number)
+        name = path.rsplit(".", 1)[-1]
+        weight = _routing_leaf(name, leaf_seed, leaf.shape, config, routing)
+        if weight is not None and isinstance(where := getattr(leaf, "sharding", None), Sharding):
+            weight = _put(weight, where)
+        made.append(leaf if weight is None else weight)
+    structure = jax.tree.structure(params, is_leaf=is_quantized)
+    return jax.tree.unflatten(structure, made)
+
+
+def _routing_leaf(
+    name: str, seed: np.uint32, shape: tuple[int, ...], config: DSV4Config, routing: str
+) -> jax.Array | None:
+    """What decides which experts tokens pick; None if a leaf of that name does not."""
+    if name == "tid2eid":
+        return expert_table(shape, config, routing, int(seed))
+    if name == "bias":
+        return jnp.asarray(router_bias(config, routing, int(seed)))
+    return None
+
+
+def _put(leaf: jax.Array, sharding: Sharding) -> jax.Array:
     """Each process has all of the leaf, and keeps what its own devices hold."""
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
@@ -132,11 +165,3 @@ def _random_scales(
 @functools.partial(jax.jit, static_argnames="shape")
 def _random_bytes(seed: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
     return (random_bits(shape, seed) >> 24).astype(jnp.uint8)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _expert_table(seed: jax.Array, shape: tuple[int, ...], num_experts: int) -> jax.Array:
-    """i32[V, k]: consecutive experts (modulo their number), so that a token's are distinct."""
-    first = random_bits((*shape[:-1], 1), seed) >> 8
-    index = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
-    return ((first + index) % num_experts).astype(jnp.int32)

@@ -37,6 +37,7 @@ from dsv4_jax.cli.bench_options import (
     add_common,
     add_contexts,
     add_formats,
+    add_routings,
     config_of,
     status_of,
 )
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fill = what.add_parser("prefill", help="chunked prefill of one prompt")
     add_common(fill)
     add_formats(fill)
+    add_routings(fill)
     fill.add_argument(
         "--tokens",
         type=wholes(),
@@ -148,7 +150,7 @@ def _run_prefill(args: argparse.Namespace) -> int:
     output = Output(args.json, command="bench prefill", config=args.config)
     output.set(weights=args.weights, experts=config.num_routed_experts)
     mesh = chosen_mesh(args)
-    made = random_params(config, weights=args.weights, mesh=mesh)
+    made = random_params(config, weights=args.weights, mesh=mesh, routing=args.routing[0])
     params = jax.block_until_ready(made)
     output.set(weight_bytes=tree_bytes(params))
     rows: list[dict[str, Any]] = []
@@ -168,6 +170,7 @@ def _run_prefill(args: argparse.Namespace) -> int:
                 activations=args.activations,
                 profile=args.profile,
                 mesh=mesh,
+                routings=args.routing,
             ):
                 rows[-1] = row
                 output.set(rows=rows)

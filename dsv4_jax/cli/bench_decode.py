@@ -29,6 +29,7 @@ from dsv4_jax.cli.bench_options import (
     add_common,
     add_contexts,
     add_formats,
+    add_routings,
     config_of,
     status_of,
 )
@@ -42,6 +43,7 @@ def add_arguments(steps: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     add_common(steps, hosts=True)
     add_formats(steps)
+    add_routings(steps)
     add_contexts(steps, STEP_CONTEXTS)
     add_batches(steps, "1")
     steps.add_argument(
@@ -148,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
         params = None
     elif params is None and not args.compile_only:
         start = time.perf_counter()
-        made = random_params(config, weights=args.weights, mesh=mesh)
+        made = random_params(config, weights=args.weights, mesh=mesh, routing=args.routing[0])
         params = jax.block_until_ready(made)
         output.set(weight_bytes=tree_bytes(params), weights_s=time.perf_counter() - start)
     if steps is not None:
@@ -202,6 +204,7 @@ def _cases(args: argparse.Namespace, parts: tuple[str, ...]) -> list[DecodeCase]
             profile=args.profile,
             compile_only=args.compile_only,
             limit_s=args.part_limit_s,
+            routings=args.routing,
             block_parts=args.model if split else 1,
         )
         for batch, context, split in points

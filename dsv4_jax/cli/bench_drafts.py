@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
             cache_format=args.cache_format,
             activations=args.activations,
             limit_s=args.part_limit_s,
+            routing=args.routing[0],
         )
         for context in args.contexts
         for batch in args.batch
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
             else RoundPrograms(shapes, case, _parts(args, case), threads)
         )
         if model is None:
-            made = random_params(config, weights=args.weights)
+            made = random_params(config, weights=args.weights, routing=args.routing[0])
             model = Model(config, jax.block_until_ready(made))
             taken = time.perf_counter() - start
             output.set(weight_bytes=tree_bytes(model.params), weights_s=taken)
@@ -194,5 +195,5 @@ def _described(args: argparse.Namespace, config: DSV4Config) -> str:
     assert config.dspark is not None
     return (
         f"{args.config} of {config.num_layers} layers and {config.num_routed_experts} experts, "
-        f"{args.weights} weights, {config.dspark.num_stages} stages"
+        f"{args.weights} weights, {config.dspark.num_stages} stages, {args.routing[0]} routing"
     )

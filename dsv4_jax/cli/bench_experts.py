@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from dsv4_jax.bench import routing
 from dsv4_jax.bench.report import table_lines
 from dsv4_jax.bench.results import Output
+from dsv4_jax.bench.routing_laws import expected_experts
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.cli.arguments import add_checkpoint, add_follow_links, whole
@@ -50,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
     rows = range(1, args.rows + 1)
     flash = dataclasses.replace(DSV4Config.flash(), num_routed_experts=args.experts)
     laws = [
-        {"rows": count, "independent": routing.independent(flash, count)}
+        {"rows": count, "independent": expected_experts(flash, rows=count)}
         | {
-            f"zipf {exponent:g}": routing.zipf(flash, count, exponent=exponent)
+            f"zipf {exponent:g}": expected_experts(flash, rows=count, exponent=exponent)
             for exponent in _EXPONENTS
         }
         for count in rows

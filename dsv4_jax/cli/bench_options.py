@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
+from dsv4_jax.bench.routing_laws import LAWS
 from dsv4_jax.cli.arguments import (
     add_activations,
     add_cache_format,
@@ -20,6 +21,7 @@ from dsv4_jax.cli.arguments import (
 from dsv4_jax.cli.output_files import output_file
 from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.kinds import show
 from dsv4_jax.model.weight_forms import RELEASE_FORMS
 
 MAX_BATCH, MAX_SECONDS = 2**16, 1e9
@@ -64,6 +66,27 @@ def add_formats(parser: argparse.ArgumentParser) -> None:
         "all weights in bfloat16, or FP8 and FP4 where the release has them",
     )
     add_activations(parser, prefill=False)
+
+
+def add_routings(parser: argparse.ArgumentParser) -> None:
+    """Adds the laws by which tokens pick experts."""
+    parser.add_argument(
+        "--routing",
+        type=_laws,
+        default=tuple(LAWS),
+        help=f"how tokens of random weights pick experts, out of {','.join(LAWS)}: all alike, or "
+        "the r-th as often as 1 / r; steps and prompts are timed by each, all else by the first "
+        f"(default: {','.join(LAWS)})",
+    )
+
+
+def _laws(text: str) -> tuple[str, ...]:
+    laws = tuple(text.split(","))
+    if set(laws) - set(LAWS) or len(set(laws)) < len(laws):
+        raise argparse.ArgumentTypeError(
+            f"must be of {', '.join(LAWS)}, each at most once, got {show(text)}"
+        )
+    return laws
 
 
 def add_batches(parser: argparse.ArgumentParser, usual: str) -> None:

@@ -46,7 +46,10 @@ def test_weights_of_the_release_are_measured_and_counted(tmp_path, activations):
     assert (found["weights"], found["experts"]) == ("stored", 12)
     assert row["activations"] == activations
     assert row["finite"]
+    assert list(row["by_routing"]) == ["uniform", "zipf"]
+    assert row.items() >= row["by_routing"]["uniform"].items()
     assert row["expected_experts"] == pytest.approx(12 * (1 - (9 / 12) ** 2))
+    assert 3 <= row["experts_read"] <= 6
     assert set(row["weight_bytes_read"]) == {"BF16", "F32", "FP8", "MXFP4"}
     read = sum(row["weight_bytes_read"].values())
     assert row["bytes_moved"] == row["cache_bytes_moved"] + read

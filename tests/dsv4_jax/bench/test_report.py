@@ -27,6 +27,13 @@ def test_a_decode_step():
         "4.980 ms (4.950 to 5.000), 1,606 tokens/s, 51% of the copy bandwidth, "
         "cache part compiled in 0.9 s, 4.700 ms (4.600 to 4.800) a token in a loop of 16"
     )
+    uniform = {"routing": "uniform", "experts_read": 43.1}
+    row["by_routing"] = {"uniform": uniform, "zipf": uniform | {"routing": "zipf", "step_ms": 4.2}}
+    rest = "(4.950 to 5.000), 1,606 tokens/s, 51% of the copy bandwidth, 43.1 experts of a layer, "
+    assert f"uniform routing 4.980 ms {rest}zipf routing 4.200 ms {rest}" in report.decode_line(row)
+    heading, *lines, _, _ = [*report.decode_table([row]).splitlines(), "", ""]
+    assert heading.split()[:4] == ["batch", "context", "routing", "experts"]
+    assert [line.split()[2] for line in lines] == ["uniform", "zipf"]
 
 
 def test_a_prompt():
@@ -41,9 +48,17 @@ def test_a_prompt():
         "weight_bytes_read": {"FP8": 1.5e9},
         "expected_experts": 192.0,
     }
+    read = "reads weights of FP8 1.50 GB, 192.0 experts of each layer among them"
+    beside = "; 2.00 GiB beside weights and cache, compiled in 3.8 s"
+    rate = "22,125 tokens/s, 40% of the bf16 matrix rate (20% of that of FP8)"
+    assert report.prefill_line(row).endswith(f": 1.481 s, {rate}, {read}{beside}")
+    row["by_routing"] = {
+        "uniform": {"routing": "uniform"},
+        "zipf": {"routing": "zipf", "prefill_s": 1.5, "expected_experts": 190.0},
+    }
     assert report.prefill_line(row).endswith(
-        " 2.00 GiB beside weights and cache, compiled in 3.8 s, "
-        "reads weights of FP8 1.50 GB, 192.0 experts of each layer among them"
+        f": uniform routing 1.481 s, {rate}, {read} by uniform routing; "
+        f"zipf routing 1.500 s, {rate}, {read.replace('192', '190')} by zipf routing{beside}"
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.bench import roofline
+from dsv4_jax.bench.routing_laws import expected_experts
 from dsv4_jax.cache.model_cache import tree_bytes
 
 MILLION = 1_048_576
@@ -27,6 +28,11 @@ def read_bytes(config, context):
         queries = config.indexer_num_heads * config.indexer_head_dim + 4 * config.indexer_top_k
         total += found["csa index"].num_bytes - csa * queries
     return total
+
+
+def weights_read(config, params, *, batch):
+    experts = expected_experts(config, rows=batch)
+    return roofline.step_weight_bytes(config, params, batch=batch, experts=experts)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +91,10 @@ def test_weights_that_a_step_reads(name):
     everything = tree_bytes(shapes) - tree_bytes(shapes.embed) - tables
     d, width = config.hidden_size, config.moe_intermediate_size
     expert = config.num_layers * 3 * d * width * 2
-    one = roofline.step_weight_bytes(config, shapes, batch=1)
+    one = weights_read(config, shapes, batch=1)
     assert set(one) == {"BF16", "F32"}
     assert sum(one.values()) == pytest.approx(everything - 2 * expert + 2 * d)
-    many = roofline.step_weight_bytes(config, ds.unstack_layers(shapes), batch=64)
+    many = weights_read(config, ds.unstack_layers(shapes), batch=64)
     assert sum(many.values()) == pytest.approx(everything + 64 * 2 * d, rel=1e-6)
 
 
@@ -98,12 +104,12 @@ def test_released_weights_that_a_step_reads():
     for name, gigabytes in (("flash", 11.3), ("pro", 40)):
         config = getattr(ds.DSV4Config, name)()
         shapes[name] = ds.model.param_shapes(config, "bfloat16", weights="stored")
-        found = roofline.step_weight_bytes(config, shapes[name], batch=1)
+        found = weights_read(config, shapes[name], batch=1)
         assert set(found) == {"BF16", "F32", "FP8", "MXFP4"}
         assert sum(found.values()) / 1e9 == pytest.approx(gigabytes, rel=0.01)
     flash = ds.DSV4Config.flash()
-    assert roofline.expected_experts(flash, batch=1) == pytest.approx(6)
-    assert roofline.expected_experts(flash, batch=32) == pytest.approx(136, abs=1)
+    assert expected_experts(flash, rows=1) == pytest.approx(6)
+    assert expected_experts(flash, rows=32) == pytest.approx(136, abs=1)
     expert = flash.num_layers * 3 * 2048 * 4096 * (1 / 2 + 1 / 32)
-    found = roofline.step_weight_bytes(flash, shapes["flash"], batch=32)
-    assert found["MXFP4"] == pytest.approx(roofline.expected_experts(flash, batch=32) * expert)
+    found = weights_read(flash, shapes["flash"], batch=32)
+    assert found["MXFP4"] == pytest.approx(expected_experts(flash, rows=32) * expert)

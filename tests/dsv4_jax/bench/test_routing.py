@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.bench import routing
+from dsv4_jax.bench import routing, routing_laws
+from dsv4_jax.bench.decode_case import CaseSetup, DecodeCase
+from dsv4_jax.bench.weights import random_params, with_routing
 from dsv4_jax.cli import main
 from dsv4_jax.config.layer_types import RouterType
 
@@ -31,12 +33,61 @@ def test_neighbours_are_rows_that_follow_each_other_within_a_text():
 
 
 def test_laws():
-    assert routing.independent(FLASH, 6) == pytest.approx(33.3, abs=0.01)
-    even = routing.zipf(FLASH, 6, exponent=0.0)
-    assert even == pytest.approx(routing.independent(FLASH, 6), rel=0.01)
-    some, more = (routing.zipf(FLASH, 6, exponent=exponent) for exponent in (0.5, 1.0))
+    even = routing_laws.expected_experts(FLASH, rows=6)
+    assert even == pytest.approx(33.3, abs=0.01)
+    some, more = (
+        routing_laws.expected_experts(FLASH, rows=6, exponent=exponent) for exponent in (0.5, 1.0)
+    )
     assert 6 < more < some < even
-    assert routing.zipf(FLASH, 1, exponent=1.0) == 6
+    assert more == pytest.approx(25.9, abs=0.1)
+    assert routing_laws.expected_experts(FLASH, rows=1, exponent=1.0) == pytest.approx(6)
+
+
+@pytest.mark.parametrize("law", list(routing_laws.LAWS))
+def test_routers_with_the_bias_of_a_law_pick_by_it(law):
+    """Logits are normal, as those of random weights are; the order is that of a layer's seed."""
+    rng, exponent = np.random.default_rng(1), routing_laws.LAWS[law]
+    logits = rng.standard_normal((200, 64, FLASH.num_routed_experts))
+    bias = routing_laws.router_bias(FLASH, law, 3)
+    picked = np.argsort(-np.sqrt(np.logaddexp(0, logits)) - bias, axis=-1)[..., :6]
+    wanted = routing_laws.expected_experts(FLASH, rows=64, exponent=exponent)
+    assert routing.count_distinct(picked).mean() == pytest.approx(wanted, rel=0.03)
+    share = np.bincount(picked.ravel(), minlength=192) / (200 * 64)
+    chances = routing_laws.pick_chances(192, 6, exponent)
+    np.testing.assert_allclose(np.sort(share)[::-1][:40], chances[:40], rtol=0.15)
+    if exponent:
+        assert np.argmax(routing_laws.router_bias(FLASH, law, 4)) != np.argmax(bias)
+
+
+def test_tables_of_hash_layers_follow_a_law():
+    shape = (4096, 6)
+    for law, exponent in routing_laws.LAWS.items():
+        table = np.asarray(routing_laws.expert_table(shape, FLASH, law, 5))
+        assert table.min() >= 0
+        assert table.max() < 192
+        assert all(len(set(row)) == 6 for row in table[:100].tolist())
+        found = routing.count_distinct(table.reshape(64, 64, 6)).mean()
+        wanted = routing_laws.expected_experts(FLASH, rows=64, exponent=exponent)
+        assert found == pytest.approx(wanted, rel=0.03)
+
+
+def test_rows_of_a_random_model_pick_as_many_experts_as_the_law_says():
+    """A bias that is drawn like other weights would favour the same experts for all rows."""
+    config = dataclasses.replace(
+        ds.DSV4Config.tiny().without_draft(), num_routed_experts=96, num_experts_per_token=6
+    )
+    case = DecodeCase(batch=24, context=64, bucket_context=64, cache_format="fp8_ue8m0")
+    setup, params = CaseSetup(config, case), random_params(config)
+    picks = routing.picks_call(config, "fp8")
+    for law, exponent in routing_laws.LAWS.items():
+        routed = with_routing(params, config, law)
+        assert routed.embed is params.embed
+        layers = picks(routed, setup.fill(), setup.step_input)
+        assert len(layers) == config.num_layers
+        wanted = routing_laws.expected_experts(config, rows=24, exponent=exponent)
+        assert routing.mean_distinct(layers) == pytest.approx(wanted, rel=0.12)
+    same = with_routing(routed, config, "uniform")
+    jax.tree.map(np.testing.assert_array_equal, same, params)
 
 
 def test_picks_of_a_model_are_those_of_its_routers():
