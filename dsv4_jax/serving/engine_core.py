@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import collections
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from typing import Unpack
@@ -180,7 +179,7 @@ class EngineCore:
         if request is None or request.finish_reason is not None:
             raise ValueError(f"request_id must be of an unfinished request, got {request_id}")
         with self._undo:
-            new = request.branch(self._next_id, seed, time.perf_counter())
+            new = request.branch(self._next_id, seed, self.loop.clock())
             self._register(new)
             self.loop.fork(request, new)
             return new.request_id
@@ -376,7 +375,7 @@ class EngineCore:
             self._next_id,
             asked.token_ids,
             asked.sampling,
-            time.perf_counter(),
+            self.loop.clock(),
             salt=asked.salt,
             speculate=asked.speculate,
             texts=self._texts,

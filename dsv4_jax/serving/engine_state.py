@@ -7,7 +7,6 @@ nor salts. Its size is bounded, whatever the engine's is.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -46,7 +45,7 @@ def read_state(engine: EngineCore) -> dict[str, Any]:
       RuntimeError: a call is in progress.
     """
     metrics, queue = engine.metrics, engine.loop.queue
-    now = time.perf_counter()
+    now = engine.loop.clock()
     running, waiting = queue.by_age(), queue.waiting
     shown = [*running, *waiting[:MAX_REQUESTS]][:MAX_REQUESTS]
     managers = queue.shards.managers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,7 +18,9 @@ from dsv4_jax.serving.metrics.metrics import Gauges, Metrics, idle_gauges, shard
 from dsv4_jax.serving.requests.calls import UndoLog
 from dsv4_jax.serving.requests.request import DrawError, Request, Token
 from dsv4_jax.serving.requests.token_texts import TokenTexts
+from dsv4_jax.serving.schedule.call_load import CallLoad
 from dsv4_jax.serving.schedule.flight import Flight, Outlook, look
+from dsv4_jax.serving.schedule.pace import Pace
 from dsv4_jax.serving.schedule.request_queue import RequestQueue
 from dsv4_jax.serving.schedule.running import Running
 from dsv4_jax.serving.schedule.step_boundaries import find_crossed, find_reached
@@ -48,6 +50,8 @@ class ServingLoop:
       queue: who waits and who runs.
       metrics: counters.
       flight: the step that was launched and not handed out; None if there is none.
+      clock: gives seconds.
+      pace: how long steps may take, and how long they take.
       alone: the one request that the step in progress serves, or the last one did; None is all.
     """
 
@@ -59,6 +63,7 @@ class ServingLoop:
         texts: TokenTexts | None,
         metrics: Metrics,
         undo: UndoLog,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Starts without requests.
 
@@ -68,9 +73,12 @@ class ServingLoop:
           texts: of tokens, if there is a tokenizer.
           metrics: counters of the engine.
           undo: where the change in progress saves what it changes of requests.
+          clock: seconds, of all times that are told or learned.
         """
         self.runner = runner
         self.metrics = metrics
+        self.clock = clock
+        self.pace = Pace(plan, metrics)
         self._plan, self._options = plan, plan.options
         self._texts = texts
         self._undo = undo
@@ -84,6 +92,7 @@ class ServingLoop:
             step_tokens=plan.call_tokens,
             metrics=metrics,
             undo=undo,
+            clock=clock,
         )
 
     @property
@@ -244,14 +253,23 @@ class ServingLoop:
             return None
         return outlook
 
-    def _launch(self, outlook: Outlook, flight: Flight | None) -> Flight[StepResult]:
-        """Plans a step and launches it, behind the one in flight if there is one."""
+    def _launch(self, outlook: Outlook, flight: Flight | None) -> Flight[StepResult] | None:
+        """Plans a step and launches it, behind the one in flight if there is one.
+
+        None where it is better launched when that has ended.
+        """
         runner, running, shards = self.runner, outlook.running, self.queue.shards
         if flight is not None and outlook.repeats and self._options.steps_per_call == 1:
             plan, places = flight.plan, flight.places
         else:
             several = self._options.steps_per_call > 1 and runner.makes_several_steps(running)
-            plan, places = make_plan(outlook, self._plan, runner.plan, makes_several=several)
+            sizes = (self._plan, runner.plan)
+            plan, places = make_plan(outlook, *sizes, self.pace, makes_several=several)
+        launched_s, load = self.clock(), None
+        if plan.holds_prompts:
+            load = CallLoad.of(plan, outlook.lengths[places])
+            if flight is not None and self.pace.waits(load):
+                return None
         runner.bring_masks(plan, running)  # it may raise, and first
         lengths = np.zeros(shards.num_slots, np.int32)
         is_fed = np.zeros(len(lengths), bool)
@@ -266,12 +284,14 @@ class ServingLoop:
             boundaries = find_reached(plan, outlook, places, shards)
             if boundaries:
                 runner.save(boundaries)
-        return Flight(plan, running, places, boundaries, read)
+        return Flight(plan, running, places, boundaries, read, launched_s, load)
 
     def _read(self, flight: Flight[StepResult], following: Flight | None) -> None:
         """Reads a step, counts what it did, and shares full blocks; `following` runs already."""
+        waited_from_s = self.clock()
         result = flight.read()
-        flight.read_s = time.perf_counter()
+        flight.read_s = self.clock()
+        self.pace.learn(flight, waited_from_s)
         self.metrics.steps += flight.plan.num_steps
         self.metrics.step_calls += 1
         self._count(flight, result)

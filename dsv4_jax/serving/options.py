@@ -31,6 +31,10 @@ MAX_DRAFT_TOKENS = 16
 MAX_STEPS_PER_CALL = 64
 MAX_STEP_SIZES = 64
 """Sizes of steps: each is a program."""
+DEFAULT_MAX_STEP_MS = 80.0
+"""On a GPU: five decode steps of 32 requests of V4-Flash on an H200."""
+MAX_STEP_MS = 1e6
+"""Longer than any step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,12 @@ class EngineOptions:
         `max_requests * (draft_tokens + 1)` tokens, with the requests of a data shard; without
         drafts it is a leaner program. A size of `prefill_tokens` makes one program of both, whose
         results are then bit for bit the same whatever runs beside a request.
+      max_step_ms: the longest that a step with prompts shall take beside requests that decode, at
+        least 1. It takes the largest of `prefill_tokens` that takes at most so long, as calls were
+        seen to take and by arithmetic before that, but never one that leaves prompts less than
+        half. While nobody decodes, the largest is taken. None is 80 on a GPU, and elsewhere no
+        bound; 1e6 is none in effect. Where it chooses between sizes, results follow them, and so
+        the times of a machine, within rounding (docs/limits.md).
       draft_tokens: k, tokens that the draft guesses per step; 0 is no speculation. An MTP block
         guesses up to 8, DSpark stages up to their block size.
       draft_cut: of DSpark stages, checks a draft only where the chance that it is kept is worth the
@@ -133,6 +143,15 @@ class EngineOptions:
         ),
     ] = None
     decode_tokens: Annotated[int | None, Ruled(Whole(1))] = None
+    max_step_ms: Annotated[
+        float | None,
+        Ruled(
+            Real(1, MAX_STEP_MS, "1 to 1e6"),
+            help="the longest that a step with prompts shall take beside requests that decode: it "
+            "is of the largest size that takes at most so long; if not given, "
+            f"{DEFAULT_MAX_STEP_MS:g} on a GPU and no bound elsewhere",
+        ),
+    ] = None
     draft_tokens: Annotated[
         int,
         Ruled(

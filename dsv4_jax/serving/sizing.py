@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
+import jax
 from jax.sharding import Mesh
 
 from dsv4_jax import checks
@@ -13,7 +15,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import AXES, DATA, check_divides, mesh_sizes
 from dsv4_jax.model.draft_params import DraftParams, DSparkParams
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.serving.options import EngineOptions
+from dsv4_jax.serving.options import DEFAULT_MAX_STEP_MS, EngineOptions
 from dsv4_jax.step.draft_worth import StepCost, least_survival
 from dsv4_jax.step.settings_size import count_entries
 
@@ -35,6 +37,9 @@ class EnginePlan:
       grammars: requests may have grammars; else no step takes masks.
       prefill_activations: what multiplies quantised weights in steps that hold prompt tokens.
       overlap: the next step is launched before the last one is read, where it can be.
+      cost: what a step reads and multiplies, for its time by arithmetic.
+      max_step_s: the longest, in seconds, that a step with prompts may take beside requests that
+        decode; infinite where nothing bounds it.
       least_survival: chance of being kept at which a draft is checked, where one request decodes,
         two, and so on, of all data shards together; None checks all.
     """
@@ -48,6 +53,8 @@ class EnginePlan:
     grammars: bool
     prefill_activations: str = dataclasses.field(repr=False)
     overlap: bool = dataclasses.field(repr=False)
+    cost: StepCost = dataclasses.field(repr=False)
+    max_step_s: float = dataclasses.field(repr=False)
     least_survival: tuple[float, ...] | None = dataclasses.field(default=None, repr=False)
 
     @property
@@ -134,17 +141,26 @@ def plan_engine(
         grammars=options.grammars and has_tokenizer,
         prefill_activations=options.prefill_activations or options.activations,
         overlap=options.overlap and not options.debug,
+        cost=StepCost.of(cached, params, num_devices=1 if mesh is None else mesh.size),
+        max_step_s=_max_step_s(options),
     )
-    return dataclasses.replace(plan, least_survival=_least_survivals(plan, params))
+    return dataclasses.replace(plan, least_survival=_least_survivals(plan))
 
 
-def _least_survivals(plan: EnginePlan, params: DSV4Params) -> tuple[float, ...] | None:
+def _max_step_s(options: EngineOptions) -> float:
+    """`EnginePlan.max_step_s`."""
+    if options.max_step_ms is not None:
+        return options.max_step_ms / 1e3
+    mesh = options.mesh
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    return DEFAULT_MAX_STEP_MS / 1e3 if platform == "gpu" else math.inf
+
+
+def _least_survivals(plan: EnginePlan) -> tuple[float, ...] | None:
     """`EnginePlan.least_survival`."""
     if not plan.options.draft_cut:
         return None
-    devices = 1 if plan.mesh is None else plan.mesh.size
-    cost = StepCost.of(plan.config, params, num_devices=devices)
-    most = plan.pools.max_requests * plan.data_shards
+    most, cost = plan.pools.max_requests * plan.data_shards, plan.cost
     return tuple(least_survival(cost, count, plan.draft_tokens) for count in range(1, most + 1))
 
 

@@ -3,6 +3,7 @@
     prefill, decode    for a loop of one's own
     step               what these have in common; staged steps, which may be taken back
     serve_values       what the step of the engine is given and gives back
+    call_cost          how long a call takes, by arithmetic
     draft_worth        how likely a draft has to be kept to be worth its row
     check_drafts       which drafts are checked, and how many are what is drawn
     serve_step         the engine's: any mix of prompts, tokens and drafts, with their draws

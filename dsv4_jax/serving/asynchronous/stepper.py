@@ -10,7 +10,6 @@ import itertools
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -268,7 +267,7 @@ class Stepper:
             request = self._engine.requests.get(feed.request_id)
             if request is None:
                 return  # it came a moment ago
-            waited = time.perf_counter() - request.submitted_s
+            waited = self._engine.loop.clock() - request.submitted_s
             leader = request.leader or request
             if request.admitted_s is not None:
                 self._admit(feed)

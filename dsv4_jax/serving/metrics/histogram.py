@@ -13,6 +13,11 @@ from dsv4_jax import checks
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper bounds of the histograms, in seconds."""
 
+FINE_SECONDS = tuple(
+    sorted({*SECONDS, 0.002, 0.005, 0.007, 0.015, 0.02, 0.04, 0.05, 0.06, 0.08, 0.15, 0.2, 0.5})
+)
+"""Those of times of steps, between which half a step counts."""
+
 
 @dataclasses.dataclass
 class Histogram:

@@ -15,7 +15,7 @@ import numpy as np
 from dsv4_jax.allocator.manager import KVCacheManager
 from dsv4_jax.allocator.pool_plan import PoolPlan
 from dsv4_jax.cache.schema import FamilyKind
-from dsv4_jax.serving.metrics.histogram import Histogram
+from dsv4_jax.serving.metrics.histogram import FINE_SECONDS, Histogram
 
 _compiles = [0]
 
@@ -53,6 +53,7 @@ class About:
 _counter = functools.partial(About, "counter")
 _gauge = functools.partial(About, "gauge")
 _histogram = functools.partial(About, "histogram")
+_fine_histogram = functools.partial(Histogram, FINE_SECONDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +162,14 @@ class Metrics:
         Histogram, _histogram("seconds from submission to the first token")
     ] = dataclasses.field(default_factory=Histogram)
     token_s: Annotated[Histogram, _histogram("seconds between tokens after the first")] = (
-        dataclasses.field(default_factory=Histogram)
+        dataclasses.field(default_factory=_fine_histogram)
     )
+    prompt_step_s: Annotated[
+        Histogram, _histogram("seconds of a step with prompts, where the host saw all of it")
+    ] = dataclasses.field(default_factory=_fine_histogram)
+    predicted_s: Annotated[
+        Histogram, _histogram("seconds that those steps were predicted to take")
+    ] = dataclasses.field(default_factory=_fine_histogram)
 
     compiles = _Read[int]()
     running = _Read[int]()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from dsv4_jax.serving.schedule.call_load import CallLoad
 from dsv4_jax.serving.schedule.running import Running
 from dsv4_jax.serving.schedule.scheduler import StepPlan, StepRows
 from dsv4_jax.serving.schedule.snapshot_policy import Boundary
@@ -34,6 +35,8 @@ class Flight[T]:
       places: i64[n], of each row, the number of its request in `running`.
       boundaries: snapshots that it writes if it crosses them.
       read: waits for the step's result.
+      launched_s: when that was, in seconds.
+      load: what its time depends on, where it holds prompts; else None.
       alive: bool[n], rows whose request still has the slot; what others give is thrown away.
       result: what it gave, once that has been read and counted.
       read_s: time of that, in seconds.
@@ -44,6 +47,8 @@ class Flight[T]:
     places: np.ndarray
     boundaries: list[Boundary]
     read: Read[T]
+    launched_s: float
+    load: CallLoad | None = None
     rows: StepRows = dataclasses.field(init=False)
     alive: np.ndarray = dataclasses.field(init=False)
     result: T | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -25,10 +25,17 @@ class RequestQueue:
       shards: who holds which slot and blocks.
       waiting: requests without a slot, oldest first.
       running: by slot.
+      clock: gives seconds.
     """
 
     def __init__(
-        self, shards: DataShards, *, step_tokens: int, metrics: Metrics, undo: UndoLog
+        self,
+        shards: DataShards,
+        *,
+        step_tokens: int,
+        metrics: Metrics,
+        undo: UndoLog,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Starts without requests.
 
@@ -37,6 +44,7 @@ class RequestQueue:
           step_tokens: the most that a call appends to a request that decodes.
           metrics: counts admissions and preemptions.
           undo: where the change in progress saves what it changes of requests.
+          clock: seconds, of when requests are admitted.
         """
         self.shards = shards
         self.waiting: list[Request] = []
@@ -44,6 +52,7 @@ class RequestQueue:
         self._step_tokens = step_tokens
         self._metrics = metrics
         self._undo = undo
+        self.clock = clock
         self._table: Running | None = None
         num_slots = len(shards.length_tokens)
         self._known = KnownTokens(num_slots, shards.managers[0].plan.max_context_tokens)
@@ -224,7 +233,7 @@ class RequestQueue:
         self._note_room(slot)
         if request.admitted_s is None:
             request.hit_tokens = min(length, request.prompt_tokens)
-            request.admitted_s = time.perf_counter()
+            request.admitted_s = self.clock()
             self._metrics.queue_s.add(request.admitted_s - request.submitted_s)
 
     def _leave_slot(self, request: Request) -> None:

@@ -6,12 +6,13 @@ import numpy as np
 
 from dsv4_jax.allocator.pool_plan import PoolPlan
 from dsv4_jax.serving.schedule.flight import Outlook
-from dsv4_jax.serving.schedule.scheduler import RowNeed, StepPlan, plan_decoding, plan_shards
+from dsv4_jax.serving.schedule.pace import Pace
+from dsv4_jax.serving.schedule.scheduler import RowNeed, StepPlan, plan_decoding
 from dsv4_jax.serving.sizing import EnginePlan
 
 
 def make_plan(
-    outlook: Outlook, engine: EnginePlan, pools: PoolPlan, *, makes_several: bool
+    outlook: Outlook, engine: EnginePlan, pools: PoolPlan, pace: Pace, *, makes_several: bool
 ) -> tuple[StepPlan, np.ndarray]:
     """Plans a step.
 
@@ -19,6 +20,7 @@ def make_plan(
       outlook: what requests hold before it.
       engine: sizes of the engine.
       pools: those of a data shard.
+      pace: chooses the size of a step that holds prompts.
       makes_several: one call may make several steps of these requests.
 
     Returns:
@@ -26,7 +28,6 @@ def make_plan(
     """
     running, pending = outlook.running, outlook.num_pending
     assert np.all(pending[outlook.goes_on] > 0), f"nothing to run: {pending}"
-    sizes = {"sizes": engine.step_sizes, "plain_size": engine.plain_size}
     wanted = np.flatnonzero(outlook.goes_on)
     slots = running.slots[wanted]
     shards = slots // pools.max_requests
@@ -40,13 +41,16 @@ def make_plan(
             shards,
             most_steps=most_steps[wanted],
             steps_per_call=engine.steps_per_call,
-            **sizes,
+            sizes=engine.step_sizes,
+            plain_size=engine.plain_size,
         )
     else:
         needs: list[list[RowNeed]] = [[] for _ in range(engine.data_shards)]
         for index, shard in zip(wanted.tolist(), shards.tolist(), strict=True):
             needs[shard].append(_need(outlook, index))
-        plan = plan_shards(needs, **sizes)
+        lengths = np.zeros(engine.data_shards * pools.max_requests, np.int32)
+        lengths[running.slots] = outlook.lengths
+        plan = pace.choose(needs, lengths)
     if np.array_equal(plan.rows.slots, slots):
         return plan, wanted
     place_of = np.zeros(engine.data_shards * pools.max_requests, np.int32)

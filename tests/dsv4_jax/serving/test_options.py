@@ -46,7 +46,7 @@ def test_each_option_of_the_command_line_reaches_its_field():
         "split_cache": [], "max_requests": ["3"], "max_context_tokens": ["99"],
         "cache_format": ["f32"], "prefill_tokens": ["8,16"], "draft_tokens": ["2"],
         "steps_per_call": ["4"], "activations": ["bfloat16"], "prefill_activations": ["fp8"],
-        "gpu_memory_fraction": ["0.5"],
+        "gpu_memory_fraction": ["0.5"], "max_step_ms": ["40"],
     }  # fmt: skip
     given = [word for name, text in words.items() for word in (arguments.option_of(name), *text)]
     chosen = arguments.chosen_fields(parser.parse_args([*given, "--no-grammars"]), EngineOptions)
@@ -54,7 +54,7 @@ def test_each_option_of_the_command_line_reaches_its_field():
         "split_cache": True, "max_requests": 3, "max_context_tokens": 99, "cache_format": "f32",
         "prefill_tokens": [8, 16], "draft_tokens": 2, "steps_per_call": 4,
         "activations": "bfloat16", "prefill_activations": "fp8", "gpu_memory_fraction": 0.5,
-        "grammars": False,
+        "grammars": False, "max_step_ms": 40.0,
     }  # fmt: skip
     assert {name for name, ruled in rules_of(EngineOptions).items() if ruled.help} == set(chosen)
 
@@ -65,6 +65,10 @@ def test_each_option_of_the_command_line_reaches_its_field():
         (["--draft-tokens", "17"], "argument --draft-tokens: must be a whole number from 0 to 16"),
         (["--steps-per-call", "0"], "argument --steps-per-call: must be a whole number from 1 to"),
         (["--gpu-memory-fraction", "0"], "must be a finite number from 0.01 to 1"),
+        (["--max-step-ms", "0"], "--max-step-ms: must be a finite number from 1 to 1e.06, got '0'"),
+        (["--max-step-ms", "nan"], "--max-step-ms: must be a finite number from 1 to 1e.06"),
+        (["--max-step-ms", "inf"], "--max-step-ms: must be a finite number from 1 to 1e.06"),
+        (["--max-step-ms", "fast"], "--max-step-ms: must be a finite number from 1 to 1e.06"),
     ],
 )
 def test_the_command_line_has_its_own_words(words, told):
@@ -90,6 +94,27 @@ def test_values_are_plain_and_replaced_by_name():
         options.changed(max_request=1)
 
 
+@pytest.mark.parametrize("value", [0, -5, 0.5, 2e7, float("nan"), float("inf"), True, "80"])
+def test_a_step_has_a_time_that_is_one(value):
+    with pytest.raises(ValueError, match=r"^max_step_ms must be (a number|1 to 1e6), got "):
+        EngineOptions(max_step_ms=value)
+
+
+def test_steps_have_a_bound_on_gpus_by_default_and_elsewhere_if_it_is_given(monkeypatch):
+    config = taught.CONFIG
+    shapes = ds.model.param_shapes(config)
+
+    def bound(**fields):
+        options = EngineOptions(max_requests=4, **fields)
+        return sizing.plan_engine(config, options, params=shapes, has_tokenizer=False).max_step_s
+
+    assert bound() == float("inf")
+    assert bound(max_step_ms=40) == 0.04
+    monkeypatch.setattr(sizing.jax, "default_backend", lambda: "gpu")
+    assert bound() == 0.08
+    assert bound(max_step_ms=1e6) == 1e3
+
+
 def test_processes_of_a_mesh_see_every_option_of_another_engine():
     """They compare what a plan shows; an idea is the model's, and shows there."""
     config = taught.CONFIG
@@ -104,6 +129,7 @@ def test_processes_of_a_mesh_see_every_option_of_another_engine():
         "grammars": False, "activations": "bfloat16", "prefill_activations": "bfloat16",
         "num_blocks": 200, "num_snapshots": 1, "memory_bytes": 2**32, "unroll": True,
         "overlap": False, "debug": True, "split_cache": True, "steps_per_call": 2,
+        "max_step_ms": 40,
     }  # fmt: skip
     not_shown = {"mesh", "idea", "gpu_memory_fraction"}
     assert FIELDS.keys() - others.keys() == not_shown

@@ -1,0 +1,136 @@
+"""Pace: how long a step may take, so that prompts do not stall who waits beside them.
+
+The rules, of which `Pace.choose` is all:
+
+1. While some request decodes, a step that holds prompts has the largest of the given sizes of which
+   the predicted time is at most `max_step_ms`.
+2. It has at least the smallest size that leaves half of itself to prompts, or the largest there is,
+   however long that takes. So prompts are always read on; the oldest one gets half of what they get
+   (`scheduler`), so that none waits for ever, and the shortest of the others come next.
+3. While nobody decodes, a step has the largest size, unless one by rule 1 would end a prompt which
+   the largest would make wait for more tokens than that one holds, of prompts that do not end.
+4. A step that takes longer than `max_step_ms` is not launched behind another: who comes meanwhile
+   waits for one such step and not for two.
+
+With one size there is nothing to choose, and no time decides about anything but rule 4.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+import numpy as np
+
+from dsv4_jax.serving.metrics.metrics import Metrics, count_compiles
+from dsv4_jax.serving.schedule.call_load import CallLoad
+from dsv4_jax.serving.schedule.flight import Flight
+from dsv4_jax.serving.schedule.scheduler import RowNeed, StepPlan, plan_shards
+from dsv4_jax.serving.schedule.step_times import StepTimes
+from dsv4_jax.serving.sizing import EnginePlan
+
+_WAITED = 0.1
+"""Share of a step's time for which the host has to have waited for it: else it may have ended
+before, while the host or who calls it did something else."""
+
+_RETRIED_AFTER = 512
+"""Refusals in a row after which a size is tried again that missed by at most `_NEAR`."""
+_NEAR = 1.25
+
+
+class Pace:
+    """Chooses sizes of steps by their time, and learns that time.
+
+    Attributes:
+      times: how long steps with prompts take.
+      max_step_s: the longest that a step with prompts may take beside requests that decode.
+    """
+
+    def __init__(self, plan: EnginePlan, metrics: Metrics) -> None:
+        """Nothing was measured yet.
+
+        Args:
+          plan: sizes of the engine.
+          metrics: gets the times of steps with prompts.
+        """
+        self.times = StepTimes(plan.cost)
+        self.max_step_s = plan.max_step_s
+        self._sizes, self._plain_size = plan.step_sizes, plan.plain_size
+        self._metrics = metrics
+        self._refused = collections.Counter[int]()
+        self._read_s = float("-inf")  # when the last call was read
+        self._end_is_known = False  # it ended then
+        self._num_compiles = count_compiles()
+
+    def choose(self, needs: Sequence[Sequence[RowNeed]], lengths: np.ndarray) -> StepPlan:
+        """The step of requests of which some wait for several tokens.
+
+        Args:
+          needs: as of `plan_shards`.
+          lengths: i32[NS], tokens that the requests in slots hold before it.
+        """
+
+        def plan_up_to(count: int) -> StepPlan:
+            return plan_shards(needs, sizes=self._sizes[:count], plain_size=self._plain_size)
+
+        largest = plan_up_to(len(self._sizes))
+        if not largest.holds_prompts:
+            return largest
+        most = max(sum(need.num_pending == 1 for need in shard) for shard in needs)
+        least = next(
+            (count for count, size in enumerate(self._sizes, 1) if size >= 2 * most),
+            len(self._sizes),
+        )
+        plan, count = largest, self._sizes.index(largest.size) + 1
+        while count > least and not self._fits(plan, lengths):
+            count -= 1
+            plan = plan_up_to(count)
+        if most or plan is largest or _ends_before_others(plan, largest):
+            return plan
+        return largest
+
+    def waits(self, load: CallLoad) -> bool:
+        """Whether a step with prompts is not launched behind another, by rule 4."""
+        return self.times.predict(load) > self.max_step_s
+
+    def learn(self, flight: Flight, waited_from_s: float) -> None:
+        """A step was read, for which the host began to wait at that time.
+
+        The device runs steps in order, so that this one began when it was launched or when the one
+        before it ended. One with prompts teaches something if the host saw its begin and its end,
+        and no program was compiled since the last one.
+        """
+        read_s, load = flight.read_s, flight.load
+        behind = flight.launched_s < self._read_s  # it was launched behind another
+        begin_s = self._read_s if behind else flight.launched_s
+        seconds, begin_is_known = read_s - begin_s, self._end_is_known or not behind
+        self._read_s = read_s
+        self._end_is_known = read_s - waited_from_s > _WAITED * seconds
+        if load is None:
+            return
+        before, self._num_compiles = self._num_compiles, count_compiles()
+        if begin_is_known and self._end_is_known and before == self._num_compiles:
+            self._metrics.prompt_step_s.add(seconds)
+            self._metrics.predicted_s.add(self.times.predict(load))
+            self.times.learn(load, seconds)
+
+    def _fits(self, plan: StepPlan, lengths: np.ndarray) -> bool:
+        load = CallLoad.of(plan, lengths[plan.rows.slots])
+        seconds = self.times.predict(load)
+        if seconds <= self.max_step_s:
+            self._refused[plan.size] = 0
+            return True
+        self._refused[plan.size] += 1
+        if self._refused[plan.size] >= _RETRIED_AFTER and seconds <= _NEAR * self.max_step_s:
+            self._refused[plan.size] = 0
+            self.times.doubt(load)
+        return False
+
+
+def _ends_before_others(small: StepPlan, large: StepPlan) -> bool:
+    """Whether a small step ends a prompt that a large one makes wait for others' tokens.
+
+    Those are of prompts that do not end in it, and more than the small step holds.
+    """
+    unended = large.rows.num_tokens[~large.rows.draws].sum()
+    return bool(small.rows.draws.any()) and unended > small.size

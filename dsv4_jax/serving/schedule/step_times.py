@@ -1,0 +1,99 @@
+"""How long steps with prompts take, learned from those that have run."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+
+from dsv4_jax.serving.schedule.call_load import CallLoad
+from dsv4_jax.step.call_cost import base_seconds, reach_seconds
+from dsv4_jax.step.draft_worth import StepCost
+
+TRUSTED = 3
+"""Measurements of a kind of step after which they alone say how long it takes."""
+
+KEPT = 7
+"""The last measurements of a kind, of which the median counts: a pause of the host moves none."""
+
+CONTEXT_STEP = 4
+"""Contexts of a kind of step lie within such a factor, from `LEAST_CONTEXT` on."""
+LEAST_CONTEXT = 16_384
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """Steps that share their measurements: one program, contexts of one order."""
+
+    size: int
+    context: int
+
+    @classmethod
+    def of(cls, load: CallLoad) -> _Kind:
+        context = max(load.reach / max(load.tokens, 1) / LEAST_CONTEXT, 1.0)
+        order = math.floor(math.log(context, CONTEXT_STEP))
+        return cls(load.size, order)
+
+    def distance(self, other: _Kind) -> tuple[float, int]:
+        """How far another kind is: by its size, and of one size by its context."""
+        return abs(math.log(self.size / other.size)), abs(self.context - other.context)
+
+
+class StepTimes:
+    """How long steps with prompts take: arithmetic, times what it was wrong by for their kind.
+
+    A kind without measurements takes the correction of the nearest one that has some. With fewer
+    than `TRUSTED` the lesser of both counts: what was slow once, as a program's first launch is,
+    is tried again. No clock is read here, so that a simulation learns as a server does.
+    """
+
+    def __init__(self, cost: StepCost) -> None:
+        """Starts from arithmetic alone.
+
+        Args:
+          cost: what a step of the model reads and multiplies.
+        """
+        self._cost = cost
+        self._errors: dict[_Kind, collections.deque[float]] = {}
+
+    def predict(self, load: CallLoad) -> float:
+        """Seconds that a step is going to take."""
+        kind = _Kind.of(load)
+        own = self._errors.get(kind)
+        if own is None:
+            error = self._error_beside(kind)
+        elif len(own) < TRUSTED:
+            error = min(_middle(own), self._error_beside(kind))
+        else:
+            error = _middle(own)
+        return error * self._base(load) + self._reach(load)
+
+    def learn(self, load: CallLoad, seconds: float) -> None:
+        """A step took so long."""
+        errors = self._errors.setdefault(_Kind.of(load), collections.deque(maxlen=KEPT))
+        errors.append(max(seconds - self._reach(load), 0.0) / self._base(load))
+
+    def doubt(self, load: CallLoad) -> None:
+        """Keeps one measurement of a kind, so that it is tried again if others say that it fits."""
+        if (own := self._errors.get(_Kind.of(load))) is not None:
+            middle = _middle(own)
+            own.clear()
+            own.append(middle)
+
+    def _error_beside(self, kind: _Kind) -> float:
+        """That of the nearest other kind, or if there is none its own, or 1."""
+        others = [one for one in self._errors if one != kind]
+        if others:
+            return _middle(self._errors[min(others, key=kind.distance)])
+        return _middle(self._errors[kind]) if kind in self._errors else 1.0
+
+    def _base(self, load: CallLoad) -> float:
+        return base_seconds(self._cost, load.tokens, load.size)
+
+    def _reach(self, load: CallLoad) -> float:
+        return reach_seconds(self._cost, load.reach)
+
+
+def _middle(values: collections.deque[float]) -> float:
+    """The median, of two the lesser."""
+    return sorted(values)[(len(values) - 1) // 2]

@@ -1,0 +1,178 @@
+"""Pace: which size a step has, by its rules, and which measurements it believes."""
+
+import types
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4_jax.serving.metrics.metrics import Metrics
+from dsv4_jax.serving.schedule import pace as pace_module
+from dsv4_jax.serving.schedule.call_load import CallLoad
+from dsv4_jax.serving.schedule.pace import Pace
+from dsv4_jax.serving.schedule.scheduler import RowNeed, plan_shards
+from helpers.simulated_device import FLASH
+
+SIZES = (64, 256, 1024, 8192)
+HELD = np.zeros(64, np.int32)
+
+
+def make(max_step_ms, sizes=SIZES, plain_size=32):
+    plan = types.SimpleNamespace(
+        cost=FLASH, max_step_s=max_step_ms / 1e3, step_sizes=sizes, plain_size=plain_size
+    )
+    return Pace(plan, Metrics())
+
+
+def needs_of(*pending):
+    return [[RowNeed(slot, each, 0) for slot, each in enumerate(pending)]]
+
+
+def chosen(pace, *pending):
+    return pace.choose(needs_of(*pending), HELD)
+
+
+def tokens(plan):
+    return {row.slot: row.num_tokens for row in plan.rows}
+
+
+@pytest.mark.parametrize(("max_step_ms", "size"), [(30, 64), (50, 256), (80, 1024), (1e6, 8192)])
+def test_beside_decoding_a_step_is_the_largest_that_fits(max_step_ms, size):
+    plan = chosen(make(max_step_ms), 1, 1, 30_000)
+    assert (plan.size, tokens(plan)) == (size, {0: 1, 1: 1, 2: size - 2})
+
+
+def test_a_prompt_that_fits_takes_no_larger_step_than_it_needs():
+    assert chosen(make(80), 1, 100).size == 256
+    assert chosen(make(1e6), 1, 100).size == 256
+
+
+def test_half_of_a_step_is_left_to_prompts_however_long_it_takes():
+    plan = chosen(make(1), *[1] * 33, 5000)
+    assert plan.size == 256
+    assert tokens(plan)[33] == 256 - 33
+    assert chosen(make(1), *[1] * 32, 5000).size == 64
+    assert chosen(make(1, (64,)), *[1] * 60, 5000).size == 64
+
+
+def test_alone_prompts_take_the_largest_step():
+    assert chosen(make(80), 30_000).size == 8192
+    assert chosen(make(80), *[8192] * 32).size == 8192
+    assert chosen(make(80), *[500] * 40).size == 8192
+
+
+def test_a_short_prompt_does_not_wait_for_a_step_of_long_ones():
+    plan = chosen(make(80), *[32_768] * 4, 200)
+    assert (plan.size, tokens(plan)) == (1024, {0: 512, 1: 312, 4: 200})
+    assert chosen(make(1e6), *[32_768] * 4, 200).size == 8192
+    assert chosen(make(80), *[32_768] * 4, 600).size == 8192  # it would not end in 1,024
+
+
+def test_a_data_shard_that_decodes_bounds_the_step_of_all():
+    needs = [[RowNeed(0, 30_000, 0)], [RowNeed(32, 1, 0)]]
+    assert make(80).choose(needs, HELD).size == 1024
+
+
+def test_with_one_size_or_without_a_bound_times_decide_nothing():
+    for pace in (make(1, (1024,)), make(np.inf)):
+        for pending in ((1, 5000), (5000, 20), (1, 1, 7, 9000)):
+            needs = needs_of(*pending)
+            expected = plan_shards(needs, sizes=pace._sizes, plain_size=32)
+            for seconds in (1e-6, 1e3):
+                plan = pace.choose(needs, HELD)
+                assert (plan.size, tokens(plan)) == (expected.size, tokens(expected))
+                pace.times.learn(CallLoad.of(plan, HELD[plan.rows.slots]), seconds)
+
+
+def test_measured_times_decide():
+    pace = make(80)
+    load = CallLoad(1024, 1024, 0.0)
+    for _ in range(3):
+        pace.times.learn(load, 0.095)
+    assert chosen(pace, 1, 30_000).size == 256
+    for _ in range(5):
+        pace.times.learn(load, 0.07)
+    assert chosen(pace, 1, 30_000).size == 1024
+
+
+def test_a_size_that_nearly_fits_is_tried_again(monkeypatch):
+    monkeypatch.setattr(pace_module, "_RETRIED_AFTER", 10)
+    pace = make(80)
+    for size, seconds in ((1024, 0.095), (8192, 0.4)):
+        for _ in range(3):
+            pace.times.learn(CallLoad(size, size, 0.0), seconds)
+    sizes = [chosen(pace, 1, 30_000).size for _ in range(12)]
+    assert sizes == [256] * 10 + [1024] * 2
+    for _ in range(2):
+        pace.times.learn(CallLoad(1024, 1024, 0.0), 0.095)
+    assert chosen(pace, 1, 30_000).size == 256
+
+
+def test_only_long_steps_wait_for_the_one_before():
+    pace = make(80)
+    assert not pace.waits(CallLoad(1024, 1024, 0.0))
+    assert pace.waits(CallLoad(8192, 8192, 0.0))
+    assert not make(np.inf).waits(CallLoad(8192, 8192, 1e12))
+
+
+def flight(launched_s, read_s, load=CallLoad(256, 256, 0.0)):  # noqa: B008
+    return types.SimpleNamespace(launched_s=launched_s, read_s=read_s, load=load)
+
+
+def learned(pace):
+    return pace._metrics.prompt_step_s.total
+
+
+def test_a_step_lasts_from_its_launch_or_the_end_of_the_one_before():
+    pace = make(80)
+    pace.learn(flight(1.0, 1.5), waited_from_s=1.1)
+    assert learned(pace) == pytest.approx(0.5)
+    pace.learn(flight(1.2, 1.7), waited_from_s=1.55)  # launched behind, and began at 1.5
+    assert learned(pace) == pytest.approx(0.7)
+    pace.learn(flight(1.6, 1.8, None), waited_from_s=1.71)  # it only decodes
+    pace.learn(flight(1.75, 2.1), waited_from_s=1.81)
+    assert learned(pace) == pytest.approx(1.0)
+    assert pace._metrics.prompt_step_s.count == pace._metrics.predicted_s.count == 3
+
+
+def test_an_end_that_the_host_did_not_wait_for_teaches_nothing():
+    pace = make(80)
+    pace.learn(flight(1.0, 5.0), waited_from_s=4.99)  # the caller was away
+    pace.learn(flight(1.1, 5.5), waited_from_s=5.01)  # it began nobody knows when
+    assert learned(pace) == 0
+    pace.learn(flight(5.1, 6.0), waited_from_s=5.51)
+    assert learned(pace) == pytest.approx(0.5)
+
+
+def test_a_step_beside_which_something_was_compiled_teaches_nothing(monkeypatch):
+    counts = iter([7, 8, 8])
+    monkeypatch.setattr(pace_module, "count_compiles", lambda: next(counts))
+    pace = make(80)
+    pace.learn(flight(1.0, 31.0), waited_from_s=30.0)
+    assert learned(pace) == 0
+    pace.learn(flight(31.0, 31.5), waited_from_s=31.1)
+    assert learned(pace) == pytest.approx(0.5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, 20_000), min_size=1, max_size=32),
+    st.floats(1, 1000),
+    st.dictionaries(st.sampled_from(SIZES), st.floats(1e-3, 1e3), max_size=4),
+)
+def test_whatever_was_measured_all_that_decode_and_the_oldest_prompt_go_on(
+    pending, max_step_ms, measured
+):
+    pace = make(max_step_ms)
+    for size, seconds in measured.items():
+        for _ in range(3):
+            pace.times.learn(CallLoad(size, size, 0.0), seconds)
+    plan = chosen(pace, *pending)
+    rows = tokens(plan)
+    assert all(rows.get(slot) == 1 for slot, each in enumerate(pending) if each == 1)
+    assert sum(rows.values()) <= plan.size
+    prompts = [slot for slot, each in enumerate(pending) if each > 1]
+    if prompts:
+        first = prompts[0]
+        assert rows[first] >= min(pending[first], plan.size // 4)
