@@ -34,8 +34,8 @@ class Histogram:
     bounds: tuple[float, ...] = SECONDS
     counts: list[int] = dataclasses.field(default_factory=list)
     total: float = 0.0
-    least: float = dataclasses.field(default=math.inf, init=False)
-    most: float = dataclasses.field(default=-math.inf, init=False)
+    least: float = dataclasses.field(init=False)
+    most: float = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         """One bucket more than bounds."""
@@ -45,6 +45,8 @@ class Histogram:
         if not self.bounds or list(self.bounds) != sorted(set(self.bounds)):
             checks.refuse("bounds", "ascending numbers", given)
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
+        # Attributes of its own from the start, so that a change which is taken back leaves none.
+        self.least, self.most = math.inf, -math.inf
         if self.count:
             self.least, self.most = min(0.0, self.bounds[0]), self.bounds[-1]
 

@@ -17,6 +17,7 @@ from dsv4_jax.serving import Histogram
 from dsv4_jax.serving.engine_state import read_state
 from dsv4_jax.serving.metrics import prometheus
 from dsv4_jax.serving.metrics.metrics import METRICS, Gauges, Metrics
+from dsv4_jax.serving.requests.calls import UndoLog
 from helpers.serving import make_engine, prompt, run_to_end
 
 
@@ -169,6 +170,15 @@ def test_after_a_call_that_raised_nothing_is_held_and_all_wait():
     engine.loop.runner.devices.launch = launch
     engine.step()
     assert (metrics.running, metrics.waiting) == (1, 0)
+
+
+def test_the_first_value_of_a_change_that_is_taken_back_leaves_nothing():
+    histogram, plain = ds.serving.Histogram(), ds.serving.Histogram()
+    undo = UndoLog(histogram)
+    with undo:
+        histogram.add(0.5)
+        undo.roll_back()
+    assert vars(histogram) == vars(plain)
 
 
 def test_a_histogram_counts_and_estimates_quantiles():
