@@ -12,7 +12,7 @@ import numpy as np
 
 from helpers.simulated_device import serve, simulated_engine
 
-NO_BOUND = 1e6
+NO_BOUND = 600_000.0
 
 
 def same(count, prompt, drawn):

@@ -33,7 +33,7 @@ MAX_STEP_SIZES = 64
 """Sizes of steps: each is a program."""
 DEFAULT_MAX_STEP_MS = 80.0
 """On a GPU: five decode steps of 32 requests of V4-Flash on an H200."""
-MAX_STEP_MS = 1e6
+MAX_STEP_MS = 600_000
 """Longer than any step."""
 
 
@@ -66,12 +66,12 @@ class EngineOptions:
         `max_requests * (draft_tokens + 1)` tokens, with the requests of a data shard; without
         drafts it is a leaner program. A size of `prefill_tokens` makes one program of both, whose
         results are then bit for bit the same whatever runs beside a request.
-      max_step_ms: the longest that a step with prompts shall take beside requests that decode, at
-        least 1. It takes the largest of `prefill_tokens` that takes at most so long, as calls were
-        seen to take and by arithmetic before that, but never one that leaves prompts less than
-        half. While nobody decodes, the largest is taken. None is 80 on a GPU, and elsewhere no
-        bound; 1e6 is none in effect. Where it chooses between sizes, results follow them, and so
-        the times of a machine, within rounding (docs/limits.md).
+      max_step_ms: the longest that a step with prompts shall take beside requests that decode, 1 to
+        600,000. It has the largest of `prefill_tokens` that takes at most so long, as steps were
+        seen to take, and by arithmetic before that, but leaves prompts half of itself at least.
+        While nobody decodes, it has the largest. None is 80 on a GPU, and elsewhere no bound;
+        600,000 is none in effect. Where it chooses between sizes, results follow these, and so the
+        times of a machine, within rounding.
       draft_tokens: k, tokens that the draft guesses per step; 0 is no speculation. An MTP block
         guesses up to 8, DSpark stages up to their block size.
       draft_cut: of DSpark stages, checks a draft only where the chance that it is kept is worth the
@@ -146,7 +146,7 @@ class EngineOptions:
     max_step_ms: Annotated[
         float | None,
         Ruled(
-            Real(1, MAX_STEP_MS, "1 to 1e6"),
+            Real(1, MAX_STEP_MS, "1 to 600000"),
             help="the longest that a step with prompts shall take beside requests that decode: it "
             "is of the largest size that takes at most so long; if not given, "
             f"{DEFAULT_MAX_STEP_MS:g} on a GPU and no bound elsewhere",

@@ -69,7 +69,7 @@ ENGINE = COUNTS | FORMAT | {
     "split_cache": bad.flag(),
     "prefill_tokens": bad.list_of(bad.integer(1), limit=64, good=8, optional=True, empty=False),
     "decode_tokens": bad.integer(1, optional=True),
-    "max_step_ms": bad.number(1, 1e6, optional=True),
+    "max_step_ms": bad.number(1, 600_000, optional=True),
     "draft_tokens": bad.integer(0, 16),
     "draft_cut": bad.flag(),
     "steps_per_call": bad.integer(1, 64),

@@ -11,7 +11,7 @@ from helpers.simulated_device import DECODING_MS, h200_ms, serve, simulated_engi
 
 PLAIN_MS = DECODING_MS[32]
 SIZES = (64, 256, 1024, 8192)
-NO_BOUND = 1e6
+NO_BOUND = 600_000
 
 
 def engine_of(max_step_ms, *, max_requests=32, context=9216, sizes=SIZES, **options):
