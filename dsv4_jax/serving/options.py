@@ -61,7 +61,8 @@ class EngineOptions:
       idea: changes to the model, in the place of those that `config` carries; None keeps those.
       prefill_tokens: sizes of a step that holds prompt tokens, ascending, at most 64; each is a
         program. The largest must hold a token of every request. None is 64 and 256, and
-        `max_requests` if that is more.
+        `max_requests` if that is more. Where the largest is too long for `max_step_ms` by
+        arithmetic and none comes near it, one that does is added, but not beside `decode_tokens`.
       decode_tokens: size of a step in which every request only decodes, at least 1. None is one of
         `max_requests * (draft_tokens + 1)` tokens, with the requests of a data shard; without
         drafts it is a leaner program. A size of `prefill_tokens` makes one program of both, whose

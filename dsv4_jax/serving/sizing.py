@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 
@@ -16,8 +17,12 @@ from dsv4_jax.mesh import AXES, DATA, check_divides, mesh_sizes
 from dsv4_jax.model.draft_params import DraftParams, DSparkParams
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.options import DEFAULT_MAX_STEP_MS, EngineOptions
+from dsv4_jax.step.call_cost import base_seconds
 from dsv4_jax.step.draft_worth import StepCost, least_survival
 from dsv4_jax.step.settings_size import count_entries
+
+_SIZE_STEP = 128
+_NEAR_ENOUGH = 0.75
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,7 @@ class EnginePlan:
       grammars: requests may have grammars; else no step takes masks.
       prefill_activations: what multiplies quantised weights in steps that hold prompt tokens.
       overlap: the next step is launched before the last one is read, where it can be.
-      cost: what a step reads and multiplies, for its time by arithmetic.
+      cost: what a device reads and multiplies in a step, for its time by arithmetic.
       max_step_s: the longest, in seconds, that a step with prompts may take beside requests that
         decode; infinite where nothing bounds it.
       least_survival: chance of being kept at which a draft is checked, where one request decodes,
@@ -131,6 +136,14 @@ def plan_engine(
         block_parts=mesh_sizes(mesh)[1] if options.split_cache and mesh is not None else 1,
     )
     sizes, plain_size = step_sizes(options, max_requests=pools.max_requests)
+    data, model = (1, 1) if mesh is None else mesh_sizes(mesh)
+    cost = StepCost.of(cached, params, num_devices=data * model)
+    max_step_s = _max_step_s(options)
+    # Each data shard has all weights but those of experts.
+    of_device = dataclasses.replace(cost, fixed=cost.fixed * data)
+    if options.decode_tokens is None:
+        least = 2 * pools.max_requests
+        sizes = with_fitting_size(sizes, of_device, max_step_s, data=data, least=least)
     plan = EnginePlan(
         config=cached,
         options=options.changed(idea=None),
@@ -141,10 +154,10 @@ def plan_engine(
         grammars=options.grammars and has_tokenizer,
         prefill_activations=options.prefill_activations or options.activations,
         overlap=options.overlap and not options.debug,
-        cost=StepCost.of(cached, params, num_devices=1 if mesh is None else mesh.size),
-        max_step_s=_max_step_s(options),
+        cost=of_device,
+        max_step_s=max_step_s,
     )
-    return dataclasses.replace(plan, least_survival=_least_survivals(plan))
+    return dataclasses.replace(plan, least_survival=_least_survivals(plan, cost))
 
 
 def _max_step_s(options: EngineOptions) -> float:
@@ -156,11 +169,40 @@ def _max_step_s(options: EngineOptions) -> float:
     return DEFAULT_MAX_STEP_MS / 1e3 if platform == "gpu" else math.inf
 
 
-def _least_survivals(plan: EnginePlan) -> tuple[float, ...] | None:
+def with_fitting_size(
+    sizes: tuple[int, ...], cost: StepCost, max_step_s: float, *, data: int, least: int
+) -> tuple[int, ...]:
+    """Adds the size that fits a bound best, where others leave a gap.
+
+    The largest of them would take too long beside requests that decode, and the largest that would
+    not holds less than `_NEAR_ENOUGH` of what could be read in that time.
+
+    Args:
+      sizes: of steps with prompts on a data shard, ascending.
+      cost: what a device reads and multiplies, for the arithmetic that decides.
+      max_step_s: the bound, in seconds.
+      data: data shards.
+      least: a size below is not worth a program.
+    """
+
+    def seconds(size: int) -> float:
+        return base_seconds(cost, size * data, size)
+
+    if seconds(sizes[-1]) <= max_step_s:
+        return sizes
+    steps = range(_SIZE_STEP, sizes[-1], _SIZE_STEP)
+    best = _SIZE_STEP * bisect.bisect_right(steps, max_step_s, key=seconds)
+    fitting = max((size for size in sizes if seconds(size) <= max_step_s), default=0)
+    if best < least or fitting >= _NEAR_ENOUGH * best:
+        return sizes
+    return tuple(sorted({*sizes, best}))
+
+
+def _least_survivals(plan: EnginePlan, cost: StepCost) -> tuple[float, ...] | None:
     """`EnginePlan.least_survival`."""
     if not plan.options.draft_cut:
         return None
-    most, cost = plan.pools.max_requests * plan.data_shards, plan.cost
+    most = plan.pools.max_requests * plan.data_shards
     return tuple(least_survival(cost, count, plan.draft_tokens) for count in range(1, most + 1))
 
 

@@ -25,7 +25,7 @@ def base_seconds(cost: StepCost, tokens: int, rows: int) -> float:
     """Time of a call of one step whose tokens have nothing before them.
 
     Args:
-      cost: what a step of the model reads and multiplies.
+      cost: what a device reads and multiplies in a step.
       tokens: those that pick experts, on all data shards together.
       rows: of the call's shape on a data shard; those without a token are multiplied too.
     """

@@ -53,7 +53,7 @@ class Pace:
           plan: sizes of the engine.
           metrics: gets the times of steps with prompts.
         """
-        self.times = StepTimes(plan.cost)
+        self.times = StepTimes(plan.cost, 1 if plan.mesh is None else plan.mesh.size)
         self.max_step_s = plan.max_step_s
         self._sizes, self._plain_size = plan.step_sizes, plan.plain_size
         self._metrics = metrics

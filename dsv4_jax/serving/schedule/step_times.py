@@ -47,13 +47,14 @@ class StepTimes:
     is tried again. No clock is read here, so that a simulation learns as a server does.
     """
 
-    def __init__(self, cost: StepCost) -> None:
+    def __init__(self, cost: StepCost, num_devices: int = 1) -> None:
         """Starts from arithmetic alone.
 
         Args:
-          cost: what a step of the model reads and multiplies.
+          cost: what a device reads and multiplies in a step.
+          num_devices: those that share what tokens read of the cache.
         """
-        self._cost = cost
+        self._cost, self._num_devices = cost, num_devices
         self._errors: dict[_Kind, collections.deque[float]] = {}
 
     def predict(self, load: CallLoad) -> float:
@@ -91,7 +92,7 @@ class StepTimes:
         return base_seconds(self._cost, load.tokens, load.size)
 
     def _reach(self, load: CallLoad) -> float:
-        return reach_seconds(self._cost, load.reach)
+        return reach_seconds(self._cost, load.reach / self._num_devices)
 
 
 def _middle(values: collections.deque[float]) -> float:

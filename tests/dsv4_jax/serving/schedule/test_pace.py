@@ -20,7 +20,11 @@ HELD = np.zeros(64, np.int32)
 
 def make(max_step_ms, sizes=SIZES, plain_size=32):
     plan = types.SimpleNamespace(
-        cost=FLASH, max_step_s=max_step_ms / 1e3, step_sizes=sizes, plain_size=plain_size
+        cost=FLASH,
+        max_step_s=max_step_ms / 1e3,
+        step_sizes=sizes,
+        plain_size=plain_size,
+        mesh=None,
     )
     return Pace(plan, Metrics())
 
@@ -149,7 +153,7 @@ def test_a_step_beside_which_something_was_compiled_teaches_nothing(monkeypatch)
     counts = iter([7, 8, 8])
     monkeypatch.setattr(pace_module, "count_compiles", lambda: next(counts))
     pace = make(80)
-    pace.learn(flight(1.0, 31.0), waited_from_s=30.0)
+    pace.learn(flight(1.0, 31.0), waited_from_s=20.0)
     assert learned(pace) == 0
     pace.learn(flight(31.0, 31.5), waited_from_s=31.1)
     assert learned(pace) == pytest.approx(0.5)

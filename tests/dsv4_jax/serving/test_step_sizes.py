@@ -1,0 +1,64 @@
+"""Sizes of steps with prompts: those given, and one that fits a bound where they leave a gap."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax.serving import sizing
+from dsv4_jax.serving.options import EngineOptions
+from helpers.simulated_device import FLASH
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ((64, 256), (64, 256)),
+        ((64, 256, 8192), (64, 256, 1024, 8192)),
+        ((8192,), (1024, 8192)),
+        ((2048,), (1024, 2048)),
+        ((512, 2048), (512, 1024, 2048)),
+        ((64, 768, 8192), (64, 768, 8192)),
+        ((1024, 8192), (1024, 8192)),
+        ((900,), (900,)),
+        ((2**31 - 1,), (1024, 2**31 - 1)),
+    ],
+)
+def test_a_gap_is_filled_by_the_size_that_fits(given, sizes):
+    assert sizing.with_fitting_size(given, FLASH, 0.08, data=1, least=64) == sizes
+    assert sizing.with_fitting_size(given, FLASH, float("inf"), data=1, least=64) == given
+    assert sizing.with_fitting_size(given, FLASH, 0.001, data=1, least=64) == given
+
+
+def test_what_leaves_less_than_half_to_prompts_is_not_added():
+    assert sizing.with_fitting_size((8192,), FLASH, 0.08, data=1, least=1025) == (8192,)
+
+
+def test_shards_read_more_tokens_of_the_same_experts():
+    (one, _), (four, _) = (
+        sizing.with_fitting_size(
+            (8192,), dataclasses.replace(FLASH, experts=FLASH.experts / data), 0.08, data=data,
+            least=64,
+        )
+        for data in (1, 4)
+    )  # fmt: skip
+    assert one < four < 2 * one
+
+
+def plan(config, **fields):
+    shapes = ds.model.param_shapes(config, jnp.bfloat16, weights="stored")
+    options = EngineOptions(max_requests=32, max_context_tokens=16_384, **fields)
+    return sizing.plan_engine(config, options, params=shapes, has_tokenizer=False)
+
+
+def test_engines_have_the_size_if_they_have_a_bound():
+    config = ds.DSV4Config.flash().without_draft()
+    config = dataclasses.replace(config, num_routed_experts=192)
+    given = {"prefill_tokens": (256, 8192)}
+    assert plan(config, **given).step_sizes == (256, 8192)  # a CPU
+    bounded = plan(config, max_step_ms=80, **given)
+    assert bounded.step_sizes == (256, 1024, 8192)
+    assert bounded.cost.experts == pytest.approx(FLASH.experts, rel=1e-3)
+    assert plan(config, max_step_ms=80, decode_tokens=256, **given).step_sizes == (256, 8192)
+    assert plan(ds.DSV4Config.tiny(), max_step_ms=80, **given).step_sizes == (256, 8192)
