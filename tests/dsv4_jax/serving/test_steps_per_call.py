@@ -3,6 +3,7 @@
 Engines have the step that only decodes, beside that of prompts, and a cache in f32.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -29,14 +30,22 @@ def make_engine(steps_per_call=4, **changes):
     return ds.Engine(*model(), steps_per_call=steps_per_call, **(SIZES | changes))
 
 
+def single_steps(**changes):
+    """An engine whose calls make one step each, with the programs of the others."""
+    engine = make_engine(**changes)
+    loop = engine.loop
+    loop._options = dataclasses.replace(loop._options, steps_per_call=1)
+    return engine
+
+
 @functools.cache
 def one_step_engine():
-    return make_engine(1, overlap=False)
+    return single_steps(overlap=False)
 
 
 @functools.cache
 def without_sharing():
-    return limit(make_engine(1, overlap=False), num_snapshots=0)
+    return limit(single_steps(overlap=False), num_snapshots=0)
 
 
 def calls_of(engine, monkeypatch):
@@ -70,6 +79,16 @@ def test_tokens_are_those_of_single_steps(overlap, monkeypatch):
     assert not engine.verify().problems
 
 
+@pytest.mark.slow
+def test_an_engine_of_single_steps_gives_the_same_tokens():
+    """Its programs are others, which hold what one step draws alone."""
+    text = prompt(np.random.default_rng(9), 140)
+    for settings in (LONG, LONG | {"seed": 1, "temperature": 1.0}):
+        held, own = one_step_engine(), make_engine(1, overlap=False)
+        one, other = (run_to_end(e, e.submit(text, **settings))[0] for e in (held, own))
+        same_tokens(one, other)
+
+
 def test_a_lone_request_takes_whole_calls_once_it_stands_at_a_block(monkeypatch):
     """Its first block ends 125 tokens after its prompt; then calls of four fill the others."""
     engine = make_engine(overlap=False)
@@ -100,7 +119,7 @@ def test_without_snapshots_a_call_goes_on_into_the_next_block(overlap, monkeypat
 def test_every_block_that_is_filled_can_be_resumed(overlap):
     """Snapshots are those of single steps."""
     text, hits = prompt(np.random.default_rng(2), 30), []
-    for engine in (make_engine(overlap=overlap), make_engine(1, overlap=overlap)):
+    for engine in (make_engine(overlap=overlap), single_steps(overlap=overlap)):
         [found] = run_to_end(engine, engine.submit(text, **LONG | {"max_new_tokens": 400}))
         for length in (130, 300, 420):
             known = [*text, *found.token_ids][:length]

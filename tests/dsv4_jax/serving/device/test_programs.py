@@ -20,6 +20,10 @@ CASES = {
         {"draft_tokens": 0, "decode_tokens": None},
         ["decode step of 4 tokens", "verification"],
     ),
+    "calls of four": (  # whose programs `test_steps_per_call.py` takes
+        {"draft_tokens": 0, "decode_tokens": None, "steps_per_call": 4},
+        ["decode step of 4 tokens", "4 decode steps of 4 tokens", "verification"],
+    ),
     "simple draws": (  # which an engine on a GPU has
         {"draft_tokens": 0, "decode_tokens": None},
         ["decode step of 4 tokens", "decode step of 4 tokens, simple draws", "verification"],
@@ -35,7 +39,7 @@ def make_engine(**changes):
     return ds.Engine(*model(), **(SIZES | {"cache_format": "f32"} | changes))
 
 
-@pytest.mark.parametrize("case", slow.all_but(["plain"], list(CASES)))
+@pytest.mark.parametrize("case", slow.all_but(["calls of four"], list(CASES)))
 def test_nothing_compiles_after_warmup(case):
     """And what is listed is what serving runs: snapshots, loads, forks, tables, a lost cache."""
     options, more = CASES[case]
@@ -96,7 +100,10 @@ def test_steps_that_are_compiled_side_by_side_are_not_compiled_again(monkeypatch
 
 
 def test_warmup_starts_anew_after_a_program_that_did_not_compile(monkeypatch):
-    engine, begin = make_engine(**CASES["plain"][0]), engine_arrays.EngineArrays._begin_compiling
+    engine, begin = (
+        make_engine(**CASES["calls of four"][0]),
+        engine_arrays.EngineArrays._begin_compiling,
+    )
     begun = []
 
     def fail_at_second(self, *call):
@@ -108,11 +115,11 @@ def test_warmup_starts_anew_after_a_program_that_did_not_compile(monkeypatch):
     monkeypatch.setattr(engine_arrays.EngineArrays, "_begin_compiling", fail_at_second)
     with pytest.raises(NotImplementedError, match="of such a size"):
         engine.warmup()
-    assert list(dict(engine.warmup())) == GENERAL + CASES["plain"][1]
+    assert list(dict(engine.warmup())) == GENERAL + CASES["calls of four"][1]
 
 
 def test_warmup_waits_for_nobody():
-    engine = make_engine(**CASES["plain"][0])
+    engine = make_engine(**CASES["calls of four"][0])
     request = engine.submit([1, 2, 3], max_new_tokens=3)
     engine.step()
     with pytest.raises(RuntimeError, match="warmup before requests run; 1 do"):
