@@ -119,7 +119,7 @@ def small_engine(tokenizer=None, *, num_mtp_layers=0, **changes):
     """An engine of one program, of half the slots where a slot's draw takes long."""
     tokenizer = tokenizer or v4_tokenizer()
     sizes = {
-        "max_requests": 4 if _is_released(tokenizer) else 8, "max_context_tokens": 2048,
+        "max_requests": 2 if _is_released(tokenizer) else 8, "max_context_tokens": 2048,
         "prefill_tokens": (STEP,), "decode_tokens": STEP, "num_snapshots": 16,
     }  # fmt: skip
     made = model(tokenizer, num_mtp_layers=num_mtp_layers)
