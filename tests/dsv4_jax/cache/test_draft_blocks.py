@@ -10,6 +10,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.cache.draft_blocks import Blocks, attend_in_blocks
 from dsv4_jax.config.layer_types import AttentionType
+from helpers import slow
 from helpers.tolerance import INTERMEDIATE
 from pallas_kernels import NormRope, encode_tokens
 from pallas_kernels.sparse_attention.reference import attend
@@ -85,7 +86,7 @@ def compare(config, dtype, cache_format, lengths, size, tolerance):
     assert np.abs(np.asarray(found, np.float64) - wanted).max() < tolerance
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("size", slow.all_but([4], [1, 4]))
 def test_a_block_sees_the_last_settled_tokens_and_itself(size):
     """One settled token, a ring that is just full, one that has gone around; and no block."""
     compare(TINY, jnp.float32, "f32", [1, 9, 16, 39], size, INTERMEDIATE)

@@ -207,7 +207,7 @@ def given_handle(attn):
     return jax.jit(write, static_argnames="attn")(attn, make(), CALL, rows)
 
 
-@pytest.mark.parametrize("attn", ["csa", "hca"])
+@pytest.mark.parametrize("attn", slow.all_but(["csa"], ["csa", "hca"]))
 def test_the_layers_own_schema_is_taken(attn):
     """The one that `build_schema` gives for the layer, as well as the handle's."""
     spec = ds.layer_schedule(CONFIG)[LAYER[attn]]

@@ -16,6 +16,7 @@ from dsv4_jax.cli.arguments import chosen_fields
 from dsv4_jax.cli.engine_options import build_engine, find_model
 from dsv4_jax.config.write_json import write_config
 from dsv4_jax.serving.options import EngineOptions
+from helpers import slow
 from helpers.checkpoints import read_tensors, released_tensors
 from helpers.dspark import (
     DRAFT,
@@ -209,7 +210,13 @@ def vision_tensors(prefix):
     return made | {name: np.zeros(TRUNK.num_routed_experts, np.float32) for name in biases}
 
 
-@pytest.mark.parametrize("prefix", ["vision", "model.visual", "vision_tower", "model.vision_model"])
+@pytest.mark.parametrize(
+    "prefix",
+    slow.all_but(
+        ["vision", "model.visual"],
+        ["vision", "model.visual", "vision_tower", "model.vision_model"],
+    ),
+)
 def test_the_text_part_of_a_model_that_reads_images(tmp_path, trunk, prefix):
     tensors = released_tensors(TRUNK) | dspark_tensors() | vision_tensors(prefix)
     contents = dspark_config() | VISION_FIELDS | {"num_nextn_predict_layers": 3}

@@ -11,6 +11,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cli import main
+from helpers import slow
 from helpers.released_configs import FLASH_0731
 from pallas_kernels.common.formats import CACHE_FORMATS
 
@@ -77,14 +78,14 @@ def test_a_request_takes_the_published_bytes(
 
 
 @pytest.mark.parametrize("cache_format", CACHE_FORMATS)
-@pytest.mark.parametrize("config", ["flash", "pro", "tiny"])
+@pytest.mark.parametrize("config", slow.all_but(["flash"], ["flash", "pro", "tiny"]))
 def test_every_format_is_planned(plan, config, cache_format):
     _, text = plan(config, "--context", 4096, "--requests", 3, "--cache-format", cache_format)
     assert text.startswith(f"{config}, {cache_format}: 3 request(s) of 4,096 tokens")
     assert "workspace: " in text
 
 
-@pytest.mark.parametrize("requests", [1, 8])
+@pytest.mark.parametrize("requests", slow.all_but([8], [1, 8]))
 def test_numbers_are_those_of_the_arrays(plan, requests):
     """`tiny` is small enough to allocate."""
     table, text = plan("tiny", "--context", 20_000, "--requests", requests)

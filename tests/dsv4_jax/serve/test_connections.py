@@ -185,7 +185,7 @@ def closed_side(server, *parts):
 
 
 @pytest.mark.parametrize("stream", slow.all_but([True], [True, False]))
-@pytest.mark.parametrize("form", ["length", "chunked", "offer"])
+@pytest.mark.parametrize("form", slow.all_but(["length", "offer"], ["length", "chunked", "offer"]))
 def test_who_sends_no_more_gets_the_whole_answer(server, stream, form):
     body = SHORT | {"max_tokens": 60, "ignore_eos": True, "stream": stream}
     request = request_bytes(body, headers=OFFERS["curl"] if form == "offer" else "")

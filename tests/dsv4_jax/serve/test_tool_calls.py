@@ -15,6 +15,7 @@ from openai.lib._parsing._completions import type_to_response_format_param
 from dsv4_jax.serve.constraints import Wanted, grammar_of
 from dsv4_jax.serve.dialects import MESSAGES, RESPONSES
 from dsv4_jax.serve.errors import ApiError
+from helpers import slow
 from helpers.answers import (
     HI,
     PLAIN,
@@ -277,7 +278,7 @@ def test_a_class_that_refers_to_itself(answers):
         assert not answers.allows(body, good.replace("3", '"x"'))
 
 
-@pytest.mark.parametrize("model", [Everything, Node, Part])
+@pytest.mark.parametrize("model", slow.all_but([Everything], [Everything, Node, Part]))
 def test_what_is_drawn_by_chance_is_of_the_class(bytes_alone, model):
     """Through the parser of calls, as the client reads it."""
     body = {"tools": [openai.pydantic_function_tool(model)], "tool_choice": "required"}

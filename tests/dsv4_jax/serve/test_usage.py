@@ -1,5 +1,6 @@
 """Usage: what a request counts, in answers and in the log, also of several choices and prompts."""
 
+import itertools
 import json
 import re
 
@@ -10,6 +11,7 @@ from dsv4_jax.serve.conversation_renderer import ConversationRenderer
 from dsv4_jax.serve.dialects import CHAT, MESSAGES, RESPONSES
 from dsv4_jax.serving import Completion, Token
 from dsv4_jax.serving.requests.text import TextState
+from helpers import slow
 from helpers.offline import Offline
 from helpers.serve import (
     END,
@@ -76,8 +78,10 @@ def counts(prompt_tokens, answer_tokens, reasoning_tokens, hit_tokens=0):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize(
+    ("thinks", "n"),
+    slow.all_but([(False, 1), (True, 3)], list(itertools.product([False, True], [1, 2, 3]))),
+)
 def test_choices_count_what_each_of_them_has(ask, tokenizer, thinks, n, streams):
     """One choice has the library's own counts, and several have the sum of theirs."""
     thinking = {"type": "enabled" if thinks else "disabled"}

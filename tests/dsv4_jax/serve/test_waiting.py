@@ -73,7 +73,9 @@ def stalled(monkeypatch, engine, seconds):
     monkeypatch.setattr(engine.loop.runner, "run", run_late)
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    "path", slow.all_but(["/v1/messages", "/v1/chat/completions"], list(BODIES))
+)
 def test_a_stream_that_waits_sends_signs_and_then_its_answer(server, path):
     body = {"model": MODEL, "stream": True} | BODIES[path]
     with occupied(server, seconds=0.5):

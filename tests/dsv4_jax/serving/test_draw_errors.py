@@ -24,6 +24,12 @@ SHAPES = {
     "calls of four": {"draft_tokens": 0, "decode_tokens": None, "steps_per_call": 4},
     "debug": {"draft_tokens": 0, "debug": True},
 }
+FAILURES = [
+    ("raises", 0, "RuntimeError: the grammar is lost"),
+    ("raises", 4, "RuntimeError: the grammar is lost"),
+    ("allows nothing", 0, "ValueError: the grammar allows no token"),
+    ("takes nothing", 3, "ValueError: the grammar cannot go on"),
+]
 each_shape = pytest.mark.parametrize("shape", slow.all_but(["drafts"], list(SHAPES)))
 
 
@@ -61,12 +67,10 @@ def check_nothing_is_held(engine):
 @each_shape
 @pytest.mark.parametrize(
     ("how", "at", "message"),
-    [
-        ("raises", 0, "RuntimeError: the grammar is lost"),
-        ("raises", 4, "RuntimeError: the grammar is lost"),
-        ("allows nothing", 0, "ValueError: the grammar allows no token"),
-        ("takes nothing", 3, "ValueError: the grammar cannot go on"),
-    ],
+    slow.all_but(
+        [FAILURES[0], FAILURES[3]],
+        FAILURES,
+    ),
 )
 def test_a_grammar_that_fails_ends_its_request_alone(shape, how, at, message, fail_grammars):
     """After a prompt of one step or many; no step raises, and nothing is computed again."""
@@ -149,7 +153,7 @@ def test_coroutines_get_an_error_each(fail_grammars):
 
 
 @each_shape
-@pytest.mark.parametrize("at", [0, 5])
+@pytest.mark.parametrize("at", slow.all_but([5], [0, 5]))
 def test_a_step_that_raises_whenever_one_request_draws(shape, at, monkeypatch):
     """Nothing names the request; its prompt takes several steps, each of which goes well alone."""
     engine = engine_of(shape)

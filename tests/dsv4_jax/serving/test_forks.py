@@ -86,7 +86,7 @@ def unfinished(caller):
     return caller.engine.requests[caller.first].finish_reason is None
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", slow.all_but([True], [True, False]))
 def test_steps_give_all_of_a_fork(overlap):
     """What they had given of the first one, and then of the fork."""
     engine = engine_of(overlap=overlap)

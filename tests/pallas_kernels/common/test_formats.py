@@ -249,7 +249,7 @@ def test_signs_are_interleaved_in_words_of_eight_mxfp4_codes_alone(name, dim):
     assert KEYS[name].interleaves_signs(dim) == bool(np.any(stored != pairs))
 
 
-@pytest.mark.parametrize("dim", [4, 16])
+@pytest.mark.parametrize("dim", slow.all_but([4], [4, 16]))
 @pytest.mark.parametrize("name", KEYS)
 def test_a_short_group_of_a_key_is_one_filled_up_with_zeros(name, dim):
     # The rotation mixes all dims, so the zeros belong behind the rotated vector. Of 4, 16 and 64
@@ -288,7 +288,9 @@ def test_an_entry_and_a_key_have_the_published_sizes(name, entry_bytes, key_byte
     assert fmt.index_key_bytes(INDEX) == key_bytes
 
 
-@pytest.mark.parametrize(("dim", "rope_dim", "index_dim"), [(512, 64, 128), (32, 8, 16)])
+@pytest.mark.parametrize(
+    ("dim", "rope_dim", "index_dim"), slow.all_but([(512, 64, 128)], [(512, 64, 128), (32, 8, 16)])
+)
 @each_format
 def test_planes_are_the_declared_ones(name, dim, rope_dim, index_dim):
     fmt = get_cache_format(name)

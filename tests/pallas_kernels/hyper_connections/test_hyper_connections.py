@@ -67,7 +67,7 @@ def assert_close(actual, expected, dtype):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton_gpu"])
-@pytest.mark.parametrize(("num_tokens", "dim", "dtype"), slow.all_but(SIZES[1:], SIZES))
+@pytest.mark.parametrize(("num_tokens", "dim", "dtype"), slow.all_but(SIZES[-1:], SIZES))
 def test_against_the_formulas_in_float64(lane, backend, num_tokens, dim, dtype):
     given = arguments(num_tokens, dim, dtype)
     names = ("collapsed", "normed", "post", "comb")
