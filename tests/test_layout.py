@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import pathlib
 import re
 
@@ -149,13 +150,16 @@ NAMESAKES = {"serving": {"running"}, "training": {"entries"}, "inspection": {"en
 """Attributes of other objects, in rooms that see no pool or open it by other names too."""
 
 
+@functools.cache
 def imported_modules(path):
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import"
-            yield node.module
+            found.append(node.module)
+    return tuple(found)
 
 
 def test_the_order_of_rooms_has_no_circle():

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from dsv4_jax import cache_keys
+from helpers import slow
 from tools import aot
 
 pytestmark = pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
@@ -21,6 +22,10 @@ SOME = (
     "joined_linears/64x4096",  # Triton
     "write_streams/64x7168",  # both a Triton kernel and XLA's own
 )
+CONSTANTS = [
+    (SOME[0], "select_top_k.ptx", "BARRIER", "bar.sync 1;"),
+    ("joined_linears/1x4096", "joined_linears.triton_gpu", "_OUTPUTS", 4),
+]
 HEAD = "from __future__ import annotations\n"
 CODE = """
 import hashlib, json, sys
@@ -83,10 +88,7 @@ def test_another_folder_and_other_lines_change_no_key(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "module", "constant", "other"),
-    [
-        (SOME[0], "select_top_k.ptx", "BARRIER", "bar.sync 1;"),
-        ("joined_linears/1x4096", "joined_linears.triton_gpu", "_OUTPUTS", 4),
-    ],
+    slow.all_but(CONSTANTS[1:], CONSTANTS),
 )
 def test_another_kernel_has_another_key(name, module, constant, other, monkeypatch):
     """Of either kind, and be it by one character."""

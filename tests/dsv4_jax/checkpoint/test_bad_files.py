@@ -15,7 +15,7 @@ from dsv4_jax.serving.requests.text import load_tokenizer
 from helpers import bad_files
 
 SAVED = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny"
-COUNTS = pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.slow)])
+COUNTS = pytest.mark.parametrize("count", [100, pytest.param(4000, marks=pytest.mark.slow)])
 TOO_DEEP = "nested deeper than"
 OUR_NAMES = {
     "num_attention_heads": "o_groups",

@@ -155,6 +155,7 @@ def whole_entries(params, token_ids, *, config):
     return dspark_sequence.context_entries(params, means, positions, config, F32)
 
 
+@pytest.mark.slow
 def test_rings_of_stages_are_the_entries_of_kept_tokens(params, cache):
     """In two calls, the second of which keeps some of its tokens, or none."""
     rng, counts, kept = np.random.default_rng(2), (7, 20, 1, 12), ((7, 20, 1, 12), (3, 0, 1, 12))
