@@ -36,6 +36,7 @@ both_modes = pytest.mark.parametrize(
     "jitted", [pytest.param(False, marks=pytest.mark.slow), True], ids=["eager", "jit"]
 )
 each_quantised = pytest.mark.parametrize("name", QUANTISED)
+usual_keys = pytest.mark.parametrize("name", slow.all_but(["mxfp4", "fp8_key"], list(KEYS)))
 each_format = pytest.mark.parametrize("name", CACHE_FORMATS)
 
 
@@ -200,7 +201,7 @@ def test_an_entry_rounded_twice_is_the_entry_rounded_once(golden, name):
         assert_same_bits(twice, once)
 
 
-@pytest.mark.parametrize("name", KEYS)
+@usual_keys
 def test_a_key_rounded_twice_is_the_key_rounded_once(name):
     """Values only: rotating back loses the sign of a zero, and MXFP4's scale may halve (3 = 6 / 2).
 
@@ -250,7 +251,7 @@ def test_signs_are_interleaved_in_words_of_eight_mxfp4_codes_alone(name, dim):
 
 
 @pytest.mark.parametrize("dim", slow.all_but([4], [4, 16]))
-@pytest.mark.parametrize("name", KEYS)
+@usual_keys
 def test_a_short_group_of_a_key_is_one_filled_up_with_zeros(name, dim):
     # The rotation mixes all dims, so the zeros belong behind the rotated vector. Of 4, 16 and 64
     # dims it is exact both ways.
@@ -367,7 +368,7 @@ def test_an_entry_page_has_the_published_size(num_entries, size):
 
 
 @pytest.mark.parametrize("num_keys", slow.all_but([53], [1, 2, 53, 61, 64]))
-@pytest.mark.parametrize("name", KEYS)
+@usual_keys
 def test_a_key_page_reads_as_its_keys_and_comes_back(name, num_keys):
     planes = encode(KEYS[name], ordinary(2, num_keys, INDEX))
     pages = np.asarray(_to_pages(KEYS[name], planes))
