@@ -153,14 +153,14 @@ def test_times_count_from_the_arrival_and_later_requests_wait_for_no_earlier_one
 def test_errors_are_counted_by_status(other_engine, capsys):
     """Too many for the queue, a field of the wrong kind, and no model of that name."""
     with running(other_engine, queue={"max_waiting": 1}) as server:
-        body = {"model": "small", "prompt": "a", "max_tokens": 200, "ignore_eos": True}
+        body = {"model": "small", "prompt": "a", "max_tokens": 80, "ignore_eos": True}
         bodies = [body] * 30 + [body | {"max_tokens": "x"}, body | {"model": "other"}]
         outcomes, seconds = ask(server.url, bodies)
         figures = load.summarise(outcomes, seconds)
         assert set(figures["by_status"]) == {"200", "400", "404", "429"}
         assert sum(figures["by_status"].values()) == 32
         assert figures["by_status"]["400"] == figures["by_status"]["404"] == 1
-        assert figures["drawn_tokens"] == 200 * figures["served"]
+        assert figures["drawn_tokens"] == 80 * figures["served"]
         assert main(["bench", "serve", server.url, "--requests", "2", "--model", "other"]) == 1
         assert "status    404: 2\n" in capsys.readouterr().out
 

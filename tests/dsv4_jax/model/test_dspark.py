@@ -17,14 +17,21 @@ from dsv4_jax.model.forward import forward_means
 from dsv4_jax.model.layer_params import layer_of
 from dsv4_jax.model.params import leaf_spread
 from helpers import block_oracle as oracle
+from helpers import dspark as released
 from helpers import slow
-from helpers.dspark import DRAFT, TRUNK
 from helpers.tolerance import INTERMEDIATE
 from pallas_kernels.common.formats import get_cache_format
 
 pytestmark = pytest.mark.unoptimised
 
-# The clamp is low enough to bind, and some anchors lie beyond the window.
+# Three layers and two stages compile sooner. The clamp is low enough to bind, and some anchors
+# lie beyond the window.
+TRUNK = dataclasses.replace(
+    released.TRUNK,
+    layer_types=released.TRUNK.layer_types[:3],
+    router_types=released.TRUNK.router_types[:3],
+)
+DRAFT = dataclasses.replace(released.DRAFT, target_layers=(0, 1, 2), num_stages=2)
 CONFIG = dataclasses.replace(TRUNK, swiglu_limit=1.0, dspark=DRAFT)
 T, WINDOW = 40, CONFIG.sliding_window
 ANCHORS = (1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 23, T)
@@ -255,8 +262,8 @@ def test_what_lies_beyond_the_window_or_from_the_anchor_on_is_not_read(case, ent
     assert np.abs(guesses.logits[0] - found[0].logits[number]).max() < INTERMEDIATE
 
 
-@pytest.mark.parametrize("targets", [(), (2, 1), (1, 1), (0, 4), (-1,)], ids=str)
+@pytest.mark.parametrize("targets", [(), (2, 1), (1, 1), (0, 3), (-1,)], ids=str)
 def test_targets_that_are_no_ascending_layers_are_refused(case, targets):
     params, _, token_ids, _ = case
-    with pytest.raises(ValueError, match=r"target_layers must be layers of the trunk, 0 to 3"):
+    with pytest.raises(ValueError, match=r"target_layers must be layers of the trunk, 0 to 2"):
         forward_means(params, token_ids[None], targets, config=CONFIG)

@@ -104,6 +104,9 @@ def settled(case):
     return cache, last
 
 
+jit_draw = jax.jit(draw, static_argnames="sampler")
+
+
 @functools.partial(jax.jit, static_argnames="config")
 def run_whole(params, streams, next_ids, *, config):
     """The block over sequences: its entries [B, T, C], and the streams that it gives.
@@ -169,7 +172,7 @@ def test_guesses_are_those_of_whole_sequences(case, settled):
     for ahead in range(DRAFTS):
         place = lengths - 1 + ahead
         _, given, logits = run_whole(params, streams, next_ids, config=CONFIG)
-        drawn, _ = draw(
+        drawn, _ = jit_draw(
             logits[rows, place][:, None],
             sampling,
             jnp.asarray(place + 2, jnp.int32)[:, None],
