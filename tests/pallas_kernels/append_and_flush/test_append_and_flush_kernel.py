@@ -40,6 +40,8 @@ pytestmark = [
 
 ONE_BY_ONE = [[1] * n for n in LENGTHS]
 DECODE = {"num_tokens": 5, "fused": True}
+# Of the two, CSA has the launches that `test_flush_kernels.py` compares by default.
+usual_kind = pytest.mark.parametrize("kind", slow.all_but(["hca"], list(COMPRESSION_RATIOS)))
 each_kind = pytest.mark.parametrize("kind", COMPRESSION_RATIOS)
 
 
@@ -55,7 +57,7 @@ def draw(kind, dtype=jnp.bfloat16):
         [(name, jnp.bfloat16) for name in CACHE_FORMATS] + [("f32", jnp.float32)],
     ),
 )
-@pytest.mark.parametrize("kind", slow.all_but(["csa"], list(COMPRESSION_RATIOS)))
+@usual_kind
 def test_one_token_per_request_is_stored_as_the_reference_stores_it(lane, name, kind, dtype):
     """Rings go round, windows close in some rows, blocks are absent, and rows lie idle."""
     histories, norms = draw(kind, dtype)
@@ -95,14 +97,14 @@ def test_one_token_per_request_leaves_the_bits_that_many_leave(lane, kind):
     assert_same_bytes(queries, wanted)
 
 
-@each_kind
+@usual_kind
 def test_b5_padding_alone_writes_nothing(lane, kind):
     histories, norms = draw(kind)
     layer, _ = run("fp8_ue8m0", kind, histories, [[0]], norms, **DECODE)
     assert_same_bytes(flat(layer), flat(empty_layer(CACHE_FORMATS["fp8_ue8m0"], kind)))
 
 
-@each_kind
+@usual_kind
 def test_the_bounds_reject_a_position_that_is_off_by_one(lane, kind):
     """Such as one of the queries rotates them, and their entries, a little too far."""
     histories, norms = draw(kind)
