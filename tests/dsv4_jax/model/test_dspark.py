@@ -252,14 +252,11 @@ def test_the_oracle_tells_a_wrong_confidence(case, found, wrong):
 
 def test_what_lies_beyond_the_window_or_from_the_anchor_on_is_not_read(case, entries, found):
     params, _, token_ids, _ = case
-    number = ANCHORS.index(23)
-    anchor = np.array([ANCHORS[number]], np.int32)
-    poisoned = np.full_like(entries, 1e9)
-    poisoned[:, 23 - WINDOW : 23] = entries[:, 23 - WINDOW : 23]
-    guesses = jit_guess(
-        params, token_ids[anchor], anchor, poisoned[:, None], config=CONFIG, fmt=F32,
-    )  # fmt: skip
-    assert np.abs(guesses.logits[0] - found[0].logits[number]).max() < INTERMEDIATE
+    number, anchors = ANCHORS.index(23), np.array(ANCHORS, np.int32)
+    poisoned = np.repeat(entries[:, None], len(anchors), axis=1)
+    poisoned[:, number, : 23 - WINDOW] = poisoned[:, number, 23:] = 1e9
+    guesses = jit_guess(params, token_ids[anchors], anchors, poisoned, config=CONFIG, fmt=F32)
+    assert np.abs(guesses.logits[number] - found[0].logits[number]).max() < INTERMEDIATE
 
 
 @pytest.mark.parametrize("targets", [(), (2, 1), (1, 1), (0, 3), (-1,)], ids=str)

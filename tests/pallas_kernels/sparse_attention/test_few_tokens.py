@@ -72,6 +72,7 @@ def test_entries_beyond_what_a_token_sees_are_not_looked_at(lane):
     np.testing.assert_array_equal(attend(case, selected=wide), looked)
 
 
+@pytest.mark.slow
 def test_nothing_visible_gives_zeros_and_the_window_alone_is_enough(lane):
     case = draw()
     nobody = np.full(SIZES.num_tokens, -1, np.int32)
