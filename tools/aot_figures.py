@@ -34,8 +34,9 @@ def gather(target, lowered, compiled, folder, output):
 
     Returns:
       A dict for JSON: `kernels`, by name, of those written by hand (the route, registers and
-      spilled bytes of a thread, shared bytes of a program, tensor core instructions, and `waits` if
-      ptxas says that products that should run do not); `launches`, of XLA's too;
+      spilled bytes of a thread, shared bytes of a program, tensor core instructions, `waits` if
+      the assembler says that products that should run do not, and `ignores_setmaxnreg` if it says
+      that); `launches`, of XLA's too;
       `largest_copy_bytes` in the optimised program; `temp_bytes`; `alias_bytes`.
     """
     hlo = compiled.as_text()
@@ -67,7 +68,9 @@ def complaints(figures, recorded):
         if kernel["spill_bytes"] > was["spill_bytes"]:
             found.append(f"{name} spills {kernel['spill_bytes']}, not {was['spill_bytes']} bytes")
         if kernel.get("waits") and not was.get("waits"):
-            found.append(f"{name} waits for each product that it begins, says ptxas")
+            found.append(f"{name} waits for each product that it begins, says the assembler")
+        if kernel.get("ignores_setmaxnreg"):
+            found.append(f"{name} keeps its registers: the assembler ignores setmaxnreg")
         if missing := set(was["tensor_core"]) - set(kernel["tensor_core"]):
             found.append(f"{name} has no {missing}")
     if figures["launches"] > recorded["launches"]:
@@ -120,7 +123,7 @@ def _triton_kernels(target, hlo, folder, sequence):
     for path in folder.glob("*.ptx") if names else ():
         command = [find_ptxas(), f"-arch={target}", "-v", str(path), "-o", os.devnull]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        for name, figures in _assembled(path.read_text(), report).items():
+        for name, figures in assembled(path.read_text(), report).items():
             if name in names:
                 kernels[name] = {"route": "triton", **figures, "shared_bytes": int(shared[name])}
     assert kernels.keys() == names, f"no PTX of {names - kernels.keys()}"
@@ -128,11 +131,11 @@ def _triton_kernels(target, hlo, folder, sequence):
 
 
 def _mosaic_kernels(lowered, output):
-    assembled = _assembled(output, output)
+    found = assembled(output, output)
     kernels = {}
     for kernel_hash, name, shared_bytes in _mosaic_calls(lowered):
         if kernel_hash not in _mosaic_figures:
-            figures = assembled[f"{name}_mosaic_gpu_kernel"]
+            figures = found[f"{name}_mosaic_gpu_kernel"]
             _mosaic_figures[kernel_hash] = {"route": "mosaic", **figures}
         figures = _mosaic_figures[kernel_hash] | {"shared_bytes": shared_bytes}
         kernels[name] = _worse(figures, kernels.get(name, figures))
@@ -178,7 +181,7 @@ def _mosaic_launch(module):
     return found["name"], found["shared_bytes"]
 
 
-def _assembled(ptx, report):
+def assembled(ptx, report):
     """{entry: figures} from PTX and what `ptxas -v` said of it."""
     bodies = re.split(r"^\s*(?:\.visible )?\.entry (\w+)", ptx, flags=re.M)
     instructions = {}
@@ -194,6 +197,8 @@ def _assembled(ptx, report):
         }
         if re.search(rf"instructions are serialized.*'{name}'", report):
             found["waits"] = True
+        if "'setmaxnreg' ignored" in report:  # C7504, of a whole unit
+            found["ignores_setmaxnreg"] = True
         figures[name] = _worse(found, figures.get(name, found))
     return figures
 

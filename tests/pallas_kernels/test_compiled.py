@@ -204,6 +204,28 @@ def test_a_product_that_cannot_run_beside_others_is_seen(compiled, target):
     assert not aot_figures.complaints(found, found)
 
 
+def test_a_kernel_that_keeps_its_registers_is_seen():
+    """As nvJitLink says it of a kernel that ptxas has no remark about."""
+    report = (
+        "ptxas info    : Compiling entry function 'attend' for 'sm_90a'\n"
+        "ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Used 136 registers, used 16 barriers, 17 bytes smem\n"
+    )
+    ignored = (
+        "ptxas info    : (C7504) Potential Performance Loss: 'setmaxnreg' ignored to maintain "
+        "compatibility across compilation units.\n"
+    )
+    kept, lost = (
+        aot_figures.assembled(".visible .entry attend\n", text)["attend"] | {"shared_bytes": 1024}
+        for text in (report, ignored + report)
+    )
+    rest = {"launches": 1, "alias_bytes": 0, "temp_bytes": 0, "largest_copy_bytes": 0}
+    recorded = {"kernels": {"attend": kept}} | rest
+    (said,) = aot_figures.complaints({"kernels": {"attend": lost}} | rest, recorded)
+    assert "ignores setmaxnreg" in said
+    assert not aot_figures.complaints(recorded, recorded)
+
+
 @usually_one_target
 def test_a_kernel_beyond_shared_memory_is_seen(compiled, target):
     assert "memory" in str(aot_figures.complaints(compiled(target)[OVER_BUDGET], {}))
