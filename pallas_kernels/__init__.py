@@ -6,6 +6,7 @@
     attend      sparse_attention; gather_entries
     multiply    block_linear, joined_linears, pick_experts, expert_mlp
     streams     hyper_connections, write_streams
+    draw        limit_tokens
     mesh        peer_collectives
 
 Each is a folder: `op.py` checks arguments and chooses a backend, `reference.py` is the definition,
@@ -42,6 +43,7 @@ from pallas_kernels.hyper_connections import hyper_connections
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.joined_linears import joined_linears
+from pallas_kernels.limit_tokens import limit_tokens
 from pallas_kernels.peer_collectives import (
     PeerLayout,
     all_gather,
@@ -101,6 +103,7 @@ __all__ = [
     "index_topk",
     "join_parts",
     "joined_linears",
+    "limit_tokens",
     "mixture_mlp",
     "pick_experts",
     "reduce_scatter",

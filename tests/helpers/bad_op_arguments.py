@@ -116,6 +116,7 @@ def calls():
                        "frequencies": FREQUENCIES, "dtype": jnp.float32},
         "joined_linears": {"x": f32(T, D), "weights": [f32(P, D)], "biases": [f32(M, P)],
                            "positions": CALL.positions, "dtypes": [jnp.float32]},
+        "limit_tokens": {"scaled": f32(T, K), "top_k": i32([4, 0, 1, 3]), "top_p": f32(T)},
         "PeerLayout": {"devices": 2, "lines": 128},
         "pick_experts": {"logits": f32(T, E), "bias": f32(E), "count": 2, "scaling": 1.5,
                          "first": jnp.int32(0), "segment_ids": CALL.segment_ids},

@@ -221,6 +221,7 @@ def valid_arguments(op):
     without_layer += ("index_topk", "sparse_attention", "expert_mlp")
     without_layer += ("block_linear", "block_linears", "swiglu_linear", "joined_linears")
     without_layer += ("pick_experts", "write_streams", "mixture_mlp")
+    without_layer += ("limit_tokens",)
     without_layer += ("index_scores", "select_top_k", "attend_in_part", "join_parts")
     experts = {"w1": f32(4, 6, dim), "w3": f32(4, 6, dim), "w2": f32(4, dim, 6)}
     return {
@@ -262,6 +263,7 @@ def valid_arguments(op):
             "positions": i32(tokens),
             "dtype": jnp.float32,
         },
+        "limit_tokens": {"scaled": f32(tokens, dim), "top_k": i32(tokens)} | {"top_p": f32(tokens)},
         "mixture_mlp": {"x": f32(tokens, dim), "expert_ids": i32(tokens, 2), "limit": 1.0}
         | {"expert_weights": f32(tokens, 2), "shared": (f32(6, dim), f32(6, dim), f32(dim, 6))}
         | experts,

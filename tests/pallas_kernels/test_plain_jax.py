@@ -18,7 +18,7 @@ pytestmark = pytest.mark.unoptimised
 
 T, H, C, R, W, EB, LB, NB, NS, S, D, M = 4, 2, 8, 4, 4, 2, 2, 7, 5, 2, 6, 3
 E, SIZES = LB * EB, {"T": T, "H": H, "C": C, "R": R, "W": W, "E": LB * EB, "EB": EB, "S": S, "D": D}
-SIZES |= {"IC": C, "IH": H, "M": M}
+SIZES |= {"IC": C, "IH": H, "M": M, "V": 9}
 LAYER, RNG = jnp.int32(1), np.random.default_rng(0)
 PLAIN = pk.get_cache_format("f32").entry
 FREQUENCIES = jnp.float32([1.0, 0.1])
@@ -130,6 +130,13 @@ def case_of_router_logits():
 def case_of_pick_experts():
     given = {"logits": f32(T, 5), "bias": f32(5), "count": 2, "scaling": 1.5}
     return given, dict(zip(("ids", "weights"), pk.pick_experts(**given), strict=True))
+
+
+def case_of_limit_tokens():
+    logits = f32(T, SIZES["V"])
+    given = {"scaled": logits - jnp.max(logits, axis=1, keepdims=True)}
+    given |= {"top_k": i32([3, 8, 1, 5]), "top_p": jnp.float32([0.7, 0.2, 0.95, 0.5])}
+    return given, dict(zip(("least", "last"), pk.limit_tokens(**given), strict=True))
 
 
 def case_of_encode_tokens():
