@@ -4,7 +4,7 @@ CONFIG is as for `benchmarks.bench_engine`, and so is the loop, whose tokens sta
 Prompts of one token, so that only decode steps are compiled. Prints ms a step of the engine's
 rounds, of its parts on the host, of the step's program launched again and again, whose tokens
 nobody reads, and of the loop: few calls at a time on an idle device, so that no call waits for a
-place in the queue. With `--top-p` below 1 a step decides at run time what its rows ask for.
+place in the queue. With `--top-p` below 1 a step takes the program of all draws.
 """
 
 import argparse

@@ -1,10 +1,11 @@
 """Compiles a step of real sizes for an H200 that is not there: `python -m ... LAYERS BATCH`.
 
 Prints, as JSON, the seconds it took, its launches, bytes of its arguments, bytes that it updates in
-place and takes beside them, and every copy of a MiB or more. Nothing is allocated: arguments are
-shapes. With `--drafts` it is the engine's step, draft block included, or with `--dspark` DSpark
-stages, with `--steps-per-call` its call of several decode steps, else a decode step. Flash with all
-its experts, as the release stores them:
+place and takes beside them, every copy of a MiB or more, and what the host would wait for. Nothing
+is allocated: arguments are shapes. With `--drafts` it is the engine's step, draft block included,
+or with `--dspark` DSpark stages, with `--steps-per-call` its call of several decode steps, with
+`--draws` alone its decode step, else a decode step that gives logits. Flash with all its experts,
+as the release stores them:
 
     python -m tools.step_at_size 43 1 --config flash --weights released --drafts 1
     python -m tools.step_at_size 43 1 --config flash --weights released --drafts 5 --dspark
@@ -31,8 +32,11 @@ from dsv4_jax.cli.arguments import add_activations, add_weights
 from dsv4_jax.model.weight_forms import RELEASE_FORMS
 from dsv4_jax.model.weight_sizes import FORMATS, walk_weights, weight_format
 from dsv4_jax.step.decode_steps import jit_plain_decode_steps
-from dsv4_jax.step.serve_step import jit_serve_step
-from dsv4_jax.step.serve_values import ServeInput
+from dsv4_jax.step.draws import DrawnCounts, TokenMasks
+from dsv4_jax.step.sampling import MAX_LOGIT_BIAS, SamplingParams, stack_sampling
+from dsv4_jax.step.serve_step import jit_plain_decode_step, jit_serve_step
+from dsv4_jax.step.serve_values import ServeInput, ServeOutput
+from dsv4_jax.step.settings_size import count_entries, mask_words
 from pallas_kernels.common.weights import weight_bytes
 from tools import aot, aot_figures
 
@@ -50,6 +54,7 @@ def compile_step(
     activations="fp8",
     draft_tokens=0,
     steps_per_call=1,
+    draws=None,
 ):
     """The figures above, with unrolled layers."""
     device = aot._device("sm_90a")
@@ -66,9 +71,12 @@ def compile_step(
     params = placed(ds.unstack_layers(params))
     static = {"config": config, "activations": activations}
     donated = [cache]
+    asked = {}
+    if draws == "full":
+        asked = _all_that_can_be_asked(config, batch, context, draft_tokens)
     if draft_tokens:
         store = placed(jax.eval_shape(lambda c: init_snapshot_store(c, batch), cache))
-        serve_input = placed(_serve_input(batch, draft_tokens))
+        serve_input = placed(dataclasses.replace(_serve_input(batch, draft_tokens), **asked))
         step, arguments = jit_serve_step, (params, cache, store, serve_input)
         donated.append(store)
         static["draft_tokens"] = draft_tokens
@@ -76,6 +84,10 @@ def compile_step(
         serve_input = placed(_serve_input(batch, 0, num_steps=steps_per_call))
         step, arguments = jit_plain_decode_steps, (params, cache, serve_input)
         static["num_steps"] = steps_per_call
+    elif draws is not None:
+        serve_input = placed(dataclasses.replace(_serve_input(batch, 0), **asked))
+        last = placed(jax.eval_shape(lambda: ServeOutput.empty(batch, 0, config.vocab_size)))
+        step, arguments = jit_plain_decode_step, (params, cache, serve_input, last)
     else:
         row = placed(jax.ShapeDtypeStruct((batch,), jnp.int32))
         call = ds.StepInput(token_ids=row, request_ids=row, request_slots=row)
@@ -102,6 +114,7 @@ def compile_step(
         "temp_bytes": memory.temp_size_in_bytes,
         "large_copies": [size for size in aot_figures._copies(hlo) if size >= 2**20],
         "weight_sized": _weight_sized(hlo, params),
+        "waits": _waits(hlo),
     }
 
 
@@ -121,6 +134,30 @@ def _serve_input(batch, draft_tokens, num_steps=1):
         )
 
     return jax.eval_shape(build)
+
+
+def _all_that_can_be_asked(config, batch, context, draft_tokens):
+    """Fields of a `ServeInput` for draws of every kind, as an engine brings them: shapes."""
+    entries = count_entries(config.vocab_size, batch, context)
+
+    def build():
+        rows = [SamplingParams()] * batch
+        sampling = stack_sampling(rows, with_stops=False, bias_width=MAX_LOGIT_BIAS)
+        entry = jnp.zeros(entries, jnp.int32)
+        bits = jnp.zeros((batch, draft_tokens + 1, mask_words(config.vocab_size)), jnp.uint32)
+        return {
+            "sampling": jax.tree.map(jnp.asarray, sampling),
+            "counts": DrawnCounts(rows=entry, token_ids=entry, counts=entry),
+            "masks": TokenMasks(is_masked=jnp.zeros(batch, bool), bits=bits),
+        }
+
+    return jax.eval_shape(build)
+
+
+def _waits(hlo):
+    """Instructions whose outcome the host of a GPU reads before it launches what follows."""
+    decides = re.findall(r"^.* (?:while|conditional)\(.*$", hlo, re.M)
+    return [line.strip()[:200] for line in decides if "known_trip_count" not in line]
 
 
 def _kernels(hlo):
@@ -171,6 +208,7 @@ def main():
     parser.add_argument("--drafts", type=int, default=0, help="tokens that the draft guesses")
     parser.add_argument("--dspark", action="store_true", help="three DSpark stages are the draft")
     parser.add_argument("--steps-per-call", type=int, default=1)
+    parser.add_argument("--draws", choices=("simple", "full"), help="what rows may ask of them")
     add_activations(parser, prefill=False)
     arguments = parser.parse_args()
     config = chosen_config(arguments)
@@ -182,6 +220,7 @@ def main():
         activations=arguments.activations,
         draft_tokens=arguments.drafts,
         steps_per_call=arguments.steps_per_call,
+        draws=arguments.draws,
     )
     print(json.dumps(found))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from dsv4_jax import checks
 from dsv4_jax.collectives import gather_over_model, join_last_axis
 from dsv4_jax.mesh import MODEL, axis_size, place_on
 from dsv4_jax.step.sampling import MAX_LOGPROBS, FullSampling, Sampling
+from pallas_kernels import limit_tokens, select_top_k
 
 type Sampler = Callable[[jax.Array, FullSampling, jax.Array], jax.Array]
 """Arguments and result as of `sample`, with the logits of the whole vocabulary."""
@@ -119,8 +119,9 @@ def draw(
 ) -> tuple[jax.Array, Logprobs]:
     """Draws n tokens per row, each as if the drafts before it had been drawn.
 
-    On a mesh only each device's best token leaves it, unless a row asks for more than that. Where
-    `sampling` is simple and there are no masks, nothing is decided at run time.
+    Nothing is decided at run time: the host of a GPU would wait for what is, before it launches
+    what follows. Where `sampling` is simple and there are no masks, less is computed, and on a mesh
+    only each device's best token leaves it. A row draws the same either way.
 
     Args:
       logits: f32[B, n, V]; where a step runs on a mesh, this device's part of the vocabulary.
@@ -150,25 +151,12 @@ def draw(
             return _draw_simply(logits, sampling, positions), none
         return _ask(sampler, join_last_axis(logits), sampling.completed(), positions), none
     full = sampling.completed()
-    can_bring_logprobs &= isinstance(sampling, FullSampling)
-
-    def draw_otherwise() -> tuple[jax.Array, Logprobs]:
-        every = join_last_axis(logits)
-        drawn = _choose(every, full, positions, counts, drafts, masks, sampler)
-        if not can_bring_logprobs:
-            return drawn, none
-        wanted = jnp.any(full.wants_logprobs)
-        return drawn, jax.lax.cond(wanted, lambda: _logprobs(every, drawn), lambda: none)
-
-    if sampler is not None:
-        return draw_otherwise()
-    greedy, _ = _most_likely(logits)
-    asked = _draws_otherwise(full)
-    if can_bring_logprobs:
-        asked |= full.wants_logprobs
-    if masks is not None:
-        asked |= masks.is_masked
-    return jax.lax.cond(jnp.any(asked), draw_otherwise, lambda: (greedy, none))
+    every = join_last_axis(logits)
+    drawn = _choose(every, full, positions, counts, drafts, masks, sampler)
+    if not can_bring_logprobs or not isinstance(sampling, FullSampling):
+        return drawn, none
+    wanted = jnp.any(full.wants_logprobs)
+    return drawn, jax.tree.map(lambda x: jnp.where(wanted, x, 0), _logprobs(every, drawn))
 
 
 def _most_likely(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -191,25 +179,12 @@ def _most_likely(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _draw_simply(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
-    """i32[B, n]: greedy tokens, and draws of rows with a temperature; without `lax.cond`."""
+    """i32[B, n]: greedy tokens, and draws of rows with a temperature."""
     greedy, largest = _most_likely(logits)
     scaled = _scaled(logits, largest, sampling)
     noise = _noise_of(sampling, positions, logits.shape[-1], place_on(MODEL))
     drawn, _ = _most_likely(jnp.where(_likely(scaled, sampling), scaled + noise, -jnp.inf))
     return jnp.where(sampling.temperature[:, None] > 0, drawn, greedy)
-
-
-def _changes_logits(sampling: FullSampling) -> jax.Array:
-    """bool[B]: rows with a bias or penalties."""
-    penalises = (sampling.presence_penalty != 0) | (sampling.frequency_penalty != 0)
-    if not sampling.bias_token_ids.shape[1]:
-        return penalises
-    return penalises | (sampling.bias_token_ids[:, 0] >= 0)
-
-
-def _draws_otherwise(sampling: FullSampling) -> jax.Array:
-    """bool[B]: rows that do not take the most likely token as it is."""
-    return (sampling.temperature > 0) | _changes_logits(sampling)
 
 
 def _choose(
@@ -226,21 +201,17 @@ def _choose(
     What changes logits comes first and concerns greedy rows too. What top-k, top-p and min-p leave
     out comes after the temperature.
     """
-
-    def change() -> jax.Array:
-        return _penalise(_add_bias(every, sampling), sampling, counts, drafts)
-
-    changed = jax.lax.cond(jnp.any(_changes_logits(sampling)), change, lambda: every)
+    changed = _penalise(_add_bias(every, sampling), sampling, counts, drafts)
     if masks is not None:
-        mask, unmasked = functools.partial(_mask, changed, masks), changed
-        changed = jax.lax.cond(jnp.any(masks.is_masked), mask, lambda: unmasked)
+        changed = _mask(changed, masks)
     if sampler is not None:
         return _ask(sampler, changed, sampling, positions)
     greedy = jnp.argmax(changed, axis=-1).astype(jnp.int32)
-    warm = jnp.any(sampling.temperature > 0)
-    return jax.lax.cond(
-        warm, lambda: _draw_warm(changed, sampling, positions, greedy), lambda: greedy
-    )
+    scaled = _scaled(changed, jnp.max(changed, axis=-1), sampling)
+    allowed = _ranked_high(scaled, sampling) & _likely(scaled, sampling)
+    noisy = scaled + _noise_of(sampling, positions, every.shape[-1])
+    drawn = jnp.argmax(jnp.where(allowed, noisy, -jnp.inf), axis=-1).astype(jnp.int32)
+    return jnp.where(sampling.temperature[:, None] > 0, drawn, greedy)
 
 
 def _ask(
@@ -258,6 +229,8 @@ def _ask(
 
 def _add_bias(logits: jax.Array, sampling: FullSampling) -> jax.Array:
     """Adds each row's own values to its tokens' logits."""
+    if not sampling.bias.shape[1]:
+        return logits
     num_rows, _, vocab_size = logits.shape
     rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     added = jnp.zeros((num_rows, vocab_size), jnp.float32)
@@ -298,17 +271,6 @@ def _mask(logits: jax.Array, masks: TokenMasks) -> jax.Array:
     return jnp.where(allowed | ~masks.is_masked[:, None, None], logits, -jnp.inf)
 
 
-def _draw_warm(
-    logits: jax.Array, sampling: FullSampling, positions: jax.Array, greedy: jax.Array
-) -> jax.Array:
-    """i32[B, n]: a draw where there is a temperature, the greedy token elsewhere."""
-    scaled = _scaled(logits, jnp.max(logits, axis=-1), sampling)
-    allowed = _ranked_high(scaled, sampling) & _likely(scaled, sampling)
-    noisy = scaled + _noise_of(sampling, positions, logits.shape[-1])
-    drawn = jnp.argmax(jnp.where(allowed, noisy, -jnp.inf), axis=-1).astype(jnp.int32)
-    return jnp.where(sampling.temperature[:, None] > 0, drawn, greedy)
-
-
 def _scaled(logits: jax.Array, largest: jax.Array, sampling: Sampling) -> jax.Array:
     """f32[B, n, V]: logits below the largest f32[B, n], divided by the temperature."""
     # Below the largest first, so that a small temperature cannot overflow.
@@ -340,18 +302,15 @@ def _noise(seed: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:
 
 def _ranked_high(scaled: jax.Array, sampling: FullSampling) -> jax.Array:
     """bool[B, n, V]: tokens that top-k and top-p leave; of equals the lower id comes first."""
-    vocab_size = scaled.shape[-1]
+    shape, vocab_size = scaled.shape[:2], scaled.shape[2]
+    # Greedy rows take the first token anyway: without limits nothing is looked for.
+    warm = sampling.temperature > 0
+    top_k, top_p = jnp.where(warm, sampling.top_k, 0), jnp.where(warm, sampling.top_p, 1.0)
+    top_k, top_p = (jnp.repeat(each, shape[1]) for each in (top_k, top_p))
+    least, last = limit_tokens(scaled.reshape(-1, vocab_size), top_k, top_p)
+    least, last = least.reshape(*shape, 1), last.reshape(*shape, 1)
     token_ids = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, 2)
-    negated, order = jax.lax.sort((-scaled, token_ids), is_stable=True, num_keys=1)
-    ranked = jax.nn.softmax(-negated, axis=-1)
-    before = jnp.cumsum(ranked, axis=-1) - ranked
-    limit = jnp.where(sampling.top_k > 0, sampling.top_k, vocab_size)[:, None, None]
-    top_p = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)[:, None, None]
-    kept = (jnp.arange(vocab_size)[None, None] < limit) & (before < top_p)
-    last = jnp.maximum(jnp.sum(kept, axis=-1, keepdims=True, dtype=jnp.int32), 1) - 1
-    least = -jnp.take_along_axis(negated, last, axis=-1)
-    of_equals = token_ids <= jnp.take_along_axis(order, last, axis=-1)
-    return (scaled > least) | ((scaled == least) & of_equals)
+    return (scaled > least) | ((scaled == least) & (token_ids <= last))
 
 
 def _likely(scaled: jax.Array, sampling: Sampling) -> jax.Array:
@@ -361,12 +320,18 @@ def _likely(scaled: jax.Array, sampling: Sampling) -> jax.Array:
 
 def _logprobs(every: jax.Array, drawn: jax.Array) -> Logprobs:
     """Log-softmax of f32[B, n, V] at the drawn tokens i32[B, n], and where it is largest."""
-    values, token_ids = jax.lax.top_k(every, min(MAX_LOGPROBS, every.shape[-1]))
+    shape, vocab_size = every.shape[:2], every.shape[2]
+    rows = every.reshape(-1, vocab_size)
+    visible = jnp.full(rows.shape[0], vocab_size, jnp.int32)
+    best = select_top_k(rows, visible, min(MAX_LOGPROBS, vocab_size))
+    negated = -jnp.take_along_axis(rows, best, axis=1)
+    negated, best = jax.lax.sort((negated, best), num_keys=1, is_stable=True)  # best ascends
+    values, token_ids = -negated.reshape(*shape, -1), best.reshape(*shape, -1)
     largest = values[..., :1]
     log_sum = jnp.log(jnp.sum(jnp.exp(every - largest), axis=-1, keepdims=True))
     own = jnp.take_along_axis(every, drawn[..., None], axis=-1)
     return Logprobs(
         drawn=(own - largest - log_sum)[..., 0],
-        token_ids=token_ids.astype(jnp.int32),
+        token_ids=token_ids,
         top=values - largest - log_sum,
     )

@@ -253,8 +253,8 @@ def _rows_of(num_rows: int, sampling: Any, row_name: str) -> list[SamplingParams
 class Sampling:
     """The `SamplingParams` of a call's rows, as a step takes them, where they are simple.
 
-    With these a step has no conditional, on whose outcome the host of a GPU would wait before it
-    launches what follows. Rows that ask for more have a `FullSampling`.
+    Draws of these compute less, and on a mesh gather no logits. Rows that ask for more have a
+    `FullSampling`.
 
     Attributes:
       temperature: f32[B]; 0 takes the most likely token.
@@ -347,7 +347,7 @@ def make_sampling(
                     f"{checks.shown(getattr(row, name))}; {way_out}"
                 )
     stacked = stack_sampling(rows)
-    # One field that is asked for has a step decide at run time anyway.
+    # One field that is asked for takes all of them.
     is_simple = all(row.is_simple for row in rows)
     return jax.device_put(stacked.simplified() if is_simple else stacked)
 

@@ -213,7 +213,7 @@ def warm_rows():
     ]
 
 
-def test_simple_draws_are_those_of_the_general_step_without_a_conditional(case):
+def test_simple_draws_are_those_of_the_general_step(case):
     _, logits, histories, drafts, positions = case
     settings = sampling_of(warm_rows())
     arguments = jnp.asarray(positions), counts_of(histories), jnp.asarray(drafts)
@@ -222,9 +222,20 @@ def test_simple_draws_are_those_of_the_general_step_without_a_conditional(case):
     np.testing.assert_array_equal(simple, general)
     assert np.any(np.asarray(simple) != np.argmax(logits, axis=-1))
     assert not np.any(logprobs.top)
-    shown = str(jax.make_jaxpr(draw)(jnp.asarray(logits), settings.simplified(), *arguments))
+
+
+@pytest.mark.parametrize("is_simple", [False, True])
+def test_nothing_is_decided_at_run_time(case, is_simple):
+    """The host of a GPU would wait for it. Loops have a number of rounds that is known."""
+    rows, logits, histories, drafts, positions = case
+    settings = sampling_of(rows).simplified() if is_simple else sampling_of(rows)
+    allowed = np.ones(logits.shape, bool)
+    masks = None if is_simple else masks_for(allowed, np.arange(NUM_ROWS) % 2 > 0)
+    arguments = jnp.asarray(positions), counts_of(histories), jnp.asarray(drafts), None, masks
+    shown = str(jax.make_jaxpr(draw)(jnp.asarray(logits), settings, *arguments))
     assert "cond[" not in shown
-    assert "cond[" in str(jax.make_jaxpr(draw)(jnp.asarray(logits), settings, *arguments))
+    assert "while[" not in shown
+    assert ("scan[" in shown) != is_simple
 
 
 @pytest.mark.slow

@@ -54,6 +54,16 @@ def test_a_call_of_several_steps_copies_nothing_either():
     assert launches < 4 * (of_single + 20)
 
 
+@pytest.mark.parametrize("drafts", [(), ("--drafts", "1"), ("--drafts", "5", "--dspark")], ids=str)
+def test_the_host_waits_for_no_draw(drafts):
+    """Whatever rows ask for; each draw and each guess of all kinds is some 30 launches more."""
+    found = {draws: figures(1, 8, *drafts, "--draws", draws) for draws in ("simple", "full")}
+    assert [one["waits"] for one in found.values()] == [[], []]
+    launches = {draws: sum(one["launches"].values()) for draws, one in found.items()}
+    num_draws = 1 + int(drafts[1]) if drafts else 1
+    assert 10 < launches["full"] - launches["simple"] < 30 * num_draws
+
+
 @pytest.mark.parametrize("drafts", [("1",), ("5", "--dspark")], ids=["MTP", "DSpark"])
 def test_a_round_copies_no_ring(drafts):
     """Snapshots read rings before the commit and guesses after it; those of 32 rows are large."""
