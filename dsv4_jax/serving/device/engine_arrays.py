@@ -135,6 +135,7 @@ class EngineArrays:
         least_survival: np.ndarray | None = None,
         *,
         is_plain: bool,
+        only_decodes: bool,
         is_simple: bool,
         activations: str,
         wants_logprobs: bool,
@@ -151,6 +152,7 @@ class EngineArrays:
           least_survival: as in `ServeInput`.
           is_plain: takes `plain_decode_step`, or `plain_decode_steps`; else `serve_step`, or
             `serve_rounds`.
+          only_decodes: no row reads its prompt; takes `jit_serve_round` for `jit_serve_step`.
           is_simple: no row asks for more than `Sampling` says.
           activations: as in `decode_step`.
           wants_logprobs: brings log-probabilities from the device; else they are None.
@@ -169,7 +171,7 @@ class EngineArrays:
         pools, single, several = (self.cache,), jit_plain_decode_step, jit_plain_decode_steps
         if not is_plain:
             pools, several = (self.cache, self.store), jit_serve_rounds
-            single = jit_serve_round if is_simple else jit_serve_step  # simple rows only decode
+            single = jit_serve_round if only_decodes else jit_serve_step
             static["draft_tokens"] = plan.draft_tokens
         program = single if num_steps is None else several
         if num_steps is not None:

@@ -75,7 +75,7 @@ class StepRunner:
         self._activations = self._prefill_activations = plan.options.activations
         if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
             self._prefill_activations = plan.prefill_activations
-        # The host of a GPU waits for a step's conditionals. A CPU would compile a program more.
+        # Decode steps of a GPU have programs of their own. A CPU would compile more of them.
         mesh = plan.mesh
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         self.simplifies = platform == "gpu"
@@ -205,6 +205,7 @@ class StepRunner:
         if (survivals := self._engine_plan.least_survival) is not None and not plan.is_plain:
             count = max(1, int(rows.draws.sum()))  # what a draft is worth beside so many that draw
             least = (np.full(num_slots, survivals[count - 1], np.float32),)
+        only_decodes = self.simplifies and self._only_decodes(plan)
         launch = functools.partial(
             self.devices.launch,
             step,
@@ -214,7 +215,8 @@ class StepRunner:
             num_steps if plan.num_steps > 1 else None,
             *least,
             is_plain=plan.is_plain,
-            is_simple=self.simplifies and running.is_simple and self._only_decodes(plan),
+            only_decodes=only_decodes,
+            is_simple=only_decodes and running.is_simple,
             activations=self._prefill_activations if plan.holds_prompts else self._activations,
             wants_logprobs=bool(wants_logprobs) or not len(rows),  # an idle step tries it
         )
@@ -288,7 +290,8 @@ class StepRunner:
             steps.append((f"step of {size} tokens", StepPlan.idle(size, holds_prompts=True), False))
             if plain_size is None:
                 name = f"step of {size} tokens without prompts"
-                steps += self._decode_steps(name, StepPlan.idle(size), every=has_both_forms)
+                every = has_both_forms or self.simplifies
+                steps += self._decode_steps(name, StepPlan.idle(size), every=every)
                 if several > 1 and size <= self.plan.max_requests * (self.draft_tokens + 1):
                     idle = StepPlan.idle(size, num_steps=several)
                     steps.append((f"{several} steps of {size} tokens", idle, self.simplifies))

@@ -85,8 +85,8 @@ def test_inputs_that_stay_are_not_brought_again_and_none_moves(monkeypatch, make
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [plain_engine, make_engine])
-def test_a_step_has_conditionals_only_where_a_request_needs_them(monkeypatch, make):
-    """As on a GPU, whose host waits for them; tokens are those of steps that have them always."""
+def test_steps_of_simple_draws_are_taken_where_no_request_asks_for_more(monkeypatch, make):
+    """As on a GPU; tokens are those of the program for all draws."""
     rng = np.random.default_rng(3)
     texts = [prompt(rng, n) for n in (12, 5, 9)]
     settings = [

@@ -133,9 +133,8 @@ def test_on_a_gpu_decode_steps_are_compiled_for_simple_draws_too():
 
     prompts, decoding = (False, False), (True, False)
     assert programs() == [prompts, decoding, (True, True)]
-    assert programs(decode_tokens=8) == [prompts, (False, True)]
-    forms = {"prefill_activations": "bfloat16"}
-    assert programs(decode_tokens=8, **forms) == [prompts, (False, False), (False, True)]
+    for forms in ({}, {"prefill_activations": "bfloat16"}):
+        assert programs(decode_tokens=8, **forms) == [prompts, (False, False), (False, True)]
 
 
 @pytest.mark.parametrize("name", ["activations", "prefill_activations"])
