@@ -8,7 +8,7 @@ is known, and counts before the ranks that may be next. Sums are of whole number
 nor the order of adding shows in the result. Programs of rows without a limit end at once.
 
 Bytes: 8 per token and launch, out of L2 for up to some 40 rows. Launches bound few rows, then
-instructions do, four per token and rank. Measurements and roads not taken:
+instructions do, five per token and rank. Measurements and roads not taken:
 docs/kernels/limit_tokens.md.
 """
 
@@ -45,6 +45,8 @@ COLUMNS = 256
 PARTS = 2048, 4096
 """Tokens of a program, of few rows and of many."""
 _FEW_ROWS = 8
+_HIGH_BITS = 20
+"""Of the sum of the high halves of a thread's 16 masses, which have 16 bits each at most."""
 _WARPS = COLUMNS // 32
 
 
@@ -135,20 +137,25 @@ def _count_kernel(
         candidate = jnp.arange(RANKS, dtype=jnp.uint32)
         candidates = (rank + (candidate << shift[jnp.int32(0)]))[:, None]
         low_bits = low_bits_of(num_tokens)
-        # A thread's own tokens first, over all of the part; threads add up once, at the end.
+        # A thread's own tokens first, over all of the part; threads add up once, at the end. Until
+        # then the number of tokens is above the high halves of their masses in one word.
         zeros = jnp.zeros((RANKS, COLUMNS), jnp.uint32)
-        sums = [zeros] * len(Sums._fields)
+        sums = [zeros, zeros]
         for first in range(0, size, COLUMNS):
             ranks, masses = _load(row, number, part * size + first, COLUMNS)
             # Tokens beyond the row have the last rank of all, which comes before none.
             is_before = ranks[None] < candidates
-            halves = masses >> low_bits, masses & jnp.uint32((1 << low_bits) - 1)
-            values = jnp.ones(COLUMNS, jnp.uint32), *halves
+            values = (
+                (masses >> low_bits) + jnp.uint32(1 << _HIGH_BITS),
+                masses & jnp.uint32((1 << low_bits) - 1),
+            )
             sums = [
                 total + jnp.where(is_before, jnp.broadcast_to(value[None], zeros.shape), zeros)
                 for total, value in zip(sums, values, strict=True)
             ]
-        for place, total in enumerate(sums):
+        tokens_and_high, low = sums
+        high = tokens_and_high & jnp.uint32((1 << _HIGH_BITS) - 1)
+        for place, total in enumerate((tokens_and_high >> _HIGH_BITS, high, low)):
             where = number, part, jnp.int32(place), pl.ds(0, RANKS)
             outputs.before[where] = jnp.sum(total, axis=1, dtype=jnp.uint32)
 

@@ -238,6 +238,36 @@ def test_nothing_is_decided_at_run_time(case, is_simple):
     assert ("scan[" in shown) != is_simple
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 8, 64])
+def test_on_a_gpu_the_program_is_not_seen(num_rows):
+    """Simple rows draw the same by both programs, and all rows beside any others, of V4's size."""
+    vocab, kinds = 129_280, ({}, {"top_p": 0.9}, {"top_k": 40, "logit_bias": {7: 9.0}})
+    rows = [
+        SamplingParams(temperature=[0.7, 1.0, 1.6, 0.0][n % 4], seed=n, **kinds[n % 3])
+        for n in range(num_rows)
+    ]
+    rng = np.random.default_rng(num_rows)
+    logits = jnp.asarray(rng.normal(0, 2.5, (num_rows, 1, vocab)).astype(np.float32))
+    positions = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    none = jnp.zeros((num_rows, 0), jnp.int32)
+
+    def drawn(rows, settings=None):
+        settings = sampling_of(rows) if settings is None else settings
+        return np.asarray(jit_draw(logits, settings, positions, None, none)[0])
+
+    together = drawn(rows)
+    for other in (SamplingParams(temperature=1.0), SamplingParams(top_p=0.5, logprobs=3)):
+        for kind in range(3):
+            beside = [row if n % 3 == kind else other for n, row in enumerate(rows)]
+            own = slice(kind, None, 3)
+            np.testing.assert_array_equal(drawn(beside)[own], together[own])
+    plain = [dataclasses.replace(row, top_p=1, top_k=0, logit_bias={}) for row in rows]
+    general = drawn(plain)
+    np.testing.assert_array_equal(drawn(plain, sampling_of(plain).simplified()), general)
+    np.testing.assert_array_equal(general[::3], together[::3])
+
+
 @pytest.mark.slow
 def test_masks_and_one_more_field_are_obeyed_beside_simple_settings(case):
     _, logits, histories, drafts, positions = case

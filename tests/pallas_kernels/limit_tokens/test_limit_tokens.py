@@ -156,8 +156,8 @@ def test_a_row_alone_and_beside_others_has_the_same_limits(lane):
     """In parts of 2,048 tokens, and of 4,096."""
     rows = patterns(5000)
     top_k, top_p = (each[3] for each in settings(len(rows), 5000))
-    together = jit_limit(rows, top_k, top_p, backend="triton_gpu")
-    for row in (1, 4, 7):
+    together = check(rows, top_k, top_p, "triton_gpu")
+    for row in (1, 3, 7):
         own = slice(row, row + 1)
         alone = jit_limit(rows[own], top_k[own], top_p[own], backend="triton_gpu")
         assert [each.item() for each in alone] == [each[row].item() for each in together]
