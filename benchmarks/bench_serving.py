@@ -2,10 +2,13 @@
 
 CONFIG is a checkpoint directory, `shipped`, or a preset (`tiny`, `flash`, `pro`, `flash_slim`,
 `pro_slim`). The weights of a preset are random, and prompts are random tokens of which half share a
-head. Prints throughput, latency percentiles, acceptance, prefix hits and how much memory grew.
+head, or of one length, with nothing shared. Prints throughput, latency percentiles, acceptance,
+prefix hits and how much memory grew. With several bounds of `--max-step-ms` it serves as often, by
+an engine each, and prints how long steps with prompts took and were predicted to take.
 """
 
 import argparse
+import collections
 import dataclasses
 import time
 
@@ -53,6 +56,19 @@ def make_prompt(rng, head, longest, vocab_size):
     return own.tolist()
 
 
+def keep_times(engine):
+    """Milliseconds of steps with prompts by size, as the engine learns: measured and predicted."""
+    times, measured = engine.loop.pace.times, collections.defaultdict(list)
+    learn = times.learn
+
+    def note(load, seconds):
+        measured[load.size].append((1e3 * seconds, 1e3 * times.predict(load)))
+        learn(load, seconds)
+
+    times.learn = note
+    return measured
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("config")
@@ -61,6 +77,10 @@ def main():
     parser.add_argument("--context", type=int, default=32_768)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--prefill-tokens", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--prompt-tokens", type=int, help="tokens of every prompt")
+    parser.add_argument(
+        "--max-step-ms", type=float, nargs="+", default=[None], help="of an engine each"
+    )
     parser.add_argument("--draft-tokens", type=int, default=0)
     parser.add_argument("--steps-per-call", type=int, default=1)
     parser.add_argument("--cache-format", default="fp8_ue8m0")
@@ -87,10 +107,17 @@ def main():
         args.config, args.layers, args.experts,
         weights=args.weights, mesh=mesh, routing=args.routing,
     )  # fmt: skip
+    for max_step_ms in args.max_step_ms:
+        serve(config, params, mesh, args, max_step_ms)
+
+
+def serve(config, params, mesh, args, max_step_ms):
+    """Serves all requests, and prints what was seen."""
     engine = ds.Engine(
         config,
         params,
         mesh=mesh,
+        max_step_ms=max_step_ms,
         split_cache=args.split_cache,
         max_requests=args.concurrent,
         max_context_tokens=args.context,
@@ -101,7 +128,7 @@ def main():
     )
     for name, seconds in engine.warmup():
         print(f"compiled {name:<32}{seconds:>8.1f} s", flush=True)
-    compiled = engine.metrics.compiles
+    compiled, measured = engine.metrics.compiles, keep_times(engine)
     rng = np.random.default_rng(0)
     longest = args.context - args.new_tokens
     head = rng.integers(0, config.vocab_size, longest)
@@ -110,8 +137,12 @@ def main():
     while True:
         wants_more = submitted < args.requests or steps < args.steps
         while wants_more and engine.num_unfinished < args.concurrent:
+            if args.prompt_tokens is None:
+                prompt = make_prompt(rng, head, longest, config.vocab_size)
+            else:
+                prompt = rng.integers(0, config.vocab_size, args.prompt_tokens).tolist()
             request = engine.submit(
-                make_prompt(rng, head, longest, config.vocab_size),
+                prompt,
                 max_new_tokens=args.new_tokens,
                 stop_token_ids=(),
             )
@@ -139,14 +170,24 @@ def main():
     seconds, metrics = time.perf_counter() - begun, engine.metrics
     read = metrics.prompt_tokens - metrics.hit_tokens
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args}")
+    print(f"steps with prompts beside decoding: {1e3 * engine.plan.max_step_s:g} ms at most")
     print(
         f"{submitted} requests, {engine.num_unfinished} unfinished, {steps} steps, {seconds:.1f} s"
     )
     print(f"prompt tokens   {read / seconds:>12,.0f} per s read, {metrics.hit_tokens:,} shared")
     print(f"drawn tokens    {metrics.generated_tokens / seconds:>12,.0f} per s")
     for name, values in (("first token", first), ("between tokens", gaps)):
-        p50, p90, p99 = np.percentile(values or [np.nan], [50, 90, 99]) * 1e3
-        print(f"{name:<16}{p50:>12,.1f} ms p50 {p90:>12,.1f} ms p90 {p99:>12,.1f} ms p99")
+        p50, p90, p99, most = np.percentile(values or [np.nan], [50, 90, 99, 100]) * 1e3
+        print(
+            f"{name:<16}{p50:>12,.1f} ms p50 {p90:>12,.1f} ms p90 {p99:>12,.1f} ms p99 "
+            f"{most:>12,.1f} ms most"
+        )
+    for size, pairs in sorted(measured.items()):
+        seen, predicted = np.array(pairs).T
+        print(
+            f"{size:>6} tokens of prompts: {len(seen):>6} steps, {np.median(seen):,.1f} ms "
+            f"({seen.min():,.1f} to {seen.max():,.1f}), predicted {np.median(predicted):,.1f}"
+        )
     print(f"accepted        {metrics.acceptance:>12.1%}   preempted {metrics.preempted}")
     if memory:
         print(f"memory          {max(memory) - memory[0]:>+12,} bytes of {memory[0]:,}")

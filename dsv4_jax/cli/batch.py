@@ -10,6 +10,7 @@ from dsv4_jax.cli.output_files import output_file
 from dsv4_jax.cli.serve import answer_settings, build, needs_serve_extra, note
 from dsv4_jax.cli.serve_options import add_answers, add_engine, add_request_limits
 from dsv4_jax.progress import Progress
+from dsv4_jax.serving.options import NO_STEP_BOUND_MS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     """Answers what has no answer yet; 1 if a request was refused or failed."""
     with needs_serve_extra():
         from dsv4_jax.serve.batch import Batch
+    if args.max_step_ms is None:
+        args.max_step_ms = NO_STEP_BOUND_MS  # nobody waits for a single token
     served = {True: 0, False: 0}
     with Batch(
         args.requests, args.answers, settings=answer_settings(args), repeatable=args.repeatable

@@ -23,6 +23,7 @@ _OF_SERVERS = (
     "max_requests",
     "max_context_tokens",
     "prefill_tokens",
+    "max_step_ms",
     "gpu_memory_fraction",
     "grammars",
 )

@@ -28,6 +28,7 @@ from dsv4_jax.progress import Progress
 from dsv4_jax.regular_files import read_given, read_stream
 from dsv4_jax.rules import rules_of
 from dsv4_jax.serving.engine import Engine
+from dsv4_jax.serving.options import NO_STEP_BOUND_MS
 from dsv4_jax.serving.requests.request import Completion
 from dsv4_jax.serving.requests.text import encode_text, load_tokenizer
 from dsv4_jax.standard_streams import say
@@ -200,6 +201,7 @@ def _build(args: argparse.Namespace, prompts: list[str], mesh: Mesh | None) -> E
         config,
         mesh=mesh,
         grammars=False,
+        max_step_ms=NO_STEP_BOUND_MS,  # nobody reads along
         max_requests=args.max_requests or -(-min(len(prompts), _MAX_REQUESTS) // data) * data,
         max_context_tokens=_find_context(args, config, tokenizer, prompts),
         tokenizer=tokenizer,

@@ -33,8 +33,8 @@ MAX_STEP_SIZES = 64
 """Sizes of steps: each is a program."""
 DEFAULT_MAX_STEP_MS = 80.0
 """On a GPU: five decode steps of 32 requests of V4-Flash on an H200."""
-MAX_STEP_MS = 600_000
-"""Longer than any step."""
+NO_STEP_BOUND_MS = 600_000.0
+"""No step takes so long."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,10 +147,10 @@ class EngineOptions:
     max_step_ms: Annotated[
         float | None,
         Ruled(
-            Real(1, MAX_STEP_MS, "1 to 600000"),
+            Real(1, NO_STEP_BOUND_MS, "1 to 600000"),
             help="the longest that a step with prompts shall take beside requests that decode: it "
-            "is of the largest size that takes at most so long; if not given, "
-            f"{DEFAULT_MAX_STEP_MS:g} on a GPU and no bound elsewhere",
+            "is of the largest size that takes at most so long; if not given, a server has "
+            f"{DEFAULT_MAX_STEP_MS:g} on a GPU, and else there is no bound",
         ),
     ] = None
     draft_tokens: Annotated[

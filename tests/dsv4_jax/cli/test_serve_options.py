@@ -1,10 +1,11 @@
 """What `dsv4-jax serve` does if nothing is said is what its parts do by default."""
 
 import inspect
+import json
 
 import pytest
 
-from dsv4_jax.cli import serve
+from dsv4_jax.cli import batch, serve
 from dsv4_jax.cli.arguments import Parser
 from dsv4_jax.rules import rules_of
 from dsv4_jax.serve.settings import ServeSettings
@@ -49,3 +50,23 @@ def test_python_is_refused_what_the_command_line_is():
         ServeSettings(model_name="m", max_choices=129)
     with pytest.raises(ValueError, match="release must be one of"):
         ServeSettings(model_name="m", release="last")
+
+
+@pytest.mark.parametrize(("words", "bound"), [((), 600_000), (("--max-step-ms", "40"), 40)])
+def test_nobody_reads_a_batch_token_by_token(tmp_path, monkeypatch, words, bound):
+    """So steps with prompts have the size that reads most, unless somebody says otherwise."""
+    requests, built = tmp_path / "in.jsonl", []
+
+    def build(args, *, one_shape):
+        built.append((args.max_step_ms, one_shape))
+        raise InterruptedError
+
+    monkeypatch.setattr(batch, "build", build)
+    body = {"model": "shipped", "prompt": "a", "max_tokens": 1}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
+    requests.write_text(json.dumps(line))
+    parser = Parser("test")
+    batch.add_arguments(parser)
+    with pytest.raises(InterruptedError):
+        batch.run(parser.parse_args([str(requests), str(tmp_path / "out.jsonl"), *words]))
+    assert built == [(bound, False)]

@@ -1,12 +1,14 @@
 """No stalls: what requests see of an engine on a device that takes an H200's times.
 
 Queue, scheduler and loop are the real ones (`helpers.simulated_device`), and times are those of a
-simulated clock.
+simulated clock. The last tests have a real device, and its clock.
 """
 
 import numpy as np
 import pytest
 
+import dsv4_jax as ds
+from helpers.serving import make_engine, one_layer, prompt, run_to_end
 from helpers.simulated_device import DECODING_MS, h200_ms, serve, simulated_engine
 
 PLAIN_MS = DECODING_MS[32]
@@ -96,6 +98,58 @@ def test_a_run_is_the_same_again():
         engine, clock, device = engine_of(80)
         runs.append((serve(engine, clock, requests, arrivals_s=arrivals).seconds, device.calls))
     assert runs[0] == runs[1]
+
+
+def answers_of(engine):
+    """A short prompt that decodes, a long one beside it, and two that share its first block."""
+    rng = np.random.default_rng(0)
+    head = prompt(rng, 200)
+    first = engine.submit(head[:20], max_new_tokens=60, stop_token_ids=(), seed=1)
+    for _ in range(3):
+        engine.step()
+    others = [
+        engine.submit(head[: 150 + 20 * n] + prompt(rng, 30), max_new_tokens=9, seed=n)
+        for n in range(3)
+    ]
+    return [one.token_ids for one in run_to_end(engine, first, *others)]
+
+
+def test_with_one_size_answers_are_the_same_to_the_bit_whatever_steps_take():
+    """Every step is long then, and waits for the one before it."""
+    bounded, free = make_engine(max_step_ms=1), make_engine()
+    np.testing.assert_equal(answers_of(bounded), answers_of(free))
+    assert bounded.metrics.prompt_step_s.count >= 1  # after the first steps, which compile
+    assert free.loop.pace.max_step_s == float("inf")
+
+
+@pytest.mark.slow
+def test_a_real_device_is_measured_and_held_to_its_bound():
+    """A millisecond is less than any step takes, so that the smallest with room is taken."""
+    engine = ds.Engine(
+        *one_layer(), max_requests=2, max_context_tokens=8192, prefill_tokens=(256, 512),
+        max_step_ms=1,
+    )  # fmt: skip
+    sizes, run = [], engine.loop.runner.run
+
+    def note(plan, *rest):
+        if plan.holds_prompts:
+            sizes.append(plan.size)
+        return run(plan, *rest)
+
+    engine.loop.runner.run = note
+    rng = np.random.default_rng(0)
+    engine.submit(prompt(rng, 4), max_new_tokens=100, stop_token_ids=())
+    while engine.metrics.generated_tokens < 3:
+        engine.step()
+    engine.submit(prompt(rng, 8000), max_new_tokens=2, stop_token_ids=())
+    while engine.num_unfinished:
+        engine.step()
+    # Arithmetic says that 512 tokens fit, and is believed until the third measurement; a step that
+    # compiles is none, nor is one for which the host did not wait.
+    assert sizes[1:].count(512) <= 8
+    assert sizes[-15:] == [256] * 15
+    assert engine.metrics.prompt_step_s.count > 15
+    assert engine.metrics.prompt_step_s.quantile(0) > 0.001
 
 
 @pytest.mark.slow
