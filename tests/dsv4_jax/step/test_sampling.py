@@ -137,15 +137,16 @@ def test_noise_comes_from_seed_and_position_alone():
         top_p=jnp.float32([1, 1, 0.9, 0.5, 1, 0.1]),
     )
     positions = np.array([0, 7, 7, 100_000, 2, 1], np.int32)
-    tokens = jit_sample(jnp.asarray(logits), sampling, jnp.asarray(positions))
+    given = logits, jax.tree.map(np.asarray, sampling), positions
+    tokens = np.asarray(jit_sample(*given))
     order = rng.permutation(6)
-    moved = jax.tree.map(lambda leaf: leaf[order], (jnp.asarray(logits), sampling))
-    np.testing.assert_array_equal(jit_sample(*moved, jnp.asarray(positions[order])), tokens[order])
+    moved = jax.tree.map(lambda leaf: leaf[order], given)
+    np.testing.assert_array_equal(jit_sample(*moved), tokens[order])
     for row in range(6):
-        alone = jax.tree.map(lambda leaf, i=row: leaf[i : i + 1], (jnp.asarray(logits), sampling))
-        assert jit_sample(*alone, jnp.asarray(positions[row : row + 1]))[0] == tokens[row]
+        alone = jax.tree.map(lambda leaf, i=row: leaf[i : i + 1], given)
+        assert np.asarray(jit_sample(*alone))[0] == tokens[row]
     # Rows of temperature 0 are greedy beside warm ones.
-    np.testing.assert_array_equal(tokens[jnp.array([1, 5])], np.argmax(logits[[1, 5]], axis=-1))
+    np.testing.assert_array_equal(tokens[[1, 5]], np.argmax(logits[[1, 5]], axis=-1))
 
 
 def test_another_seed_or_position_is_another_draw():
