@@ -15,6 +15,7 @@ pytestmark = pytest.mark.unoptimised
 
 V, NUM_ROWS, WIDTH = 50, 16, 4
 jit_draw = jax.jit(draw)
+jit_sample = jax.jit(ds.sample)
 
 
 def sampling_of(rows):
@@ -110,9 +111,7 @@ def test_a_draw_is_the_plain_draw_of_changed_logits(case):
             )
             for params in rows
         ]
-        expected = ds.sample(
-            jnp.asarray(np.stack(alone)), sampling_of(plain), jnp.asarray(positions[:, place])
-        )
+        expected = jit_sample(np.stack(alone), sampling_of(plain), positions[:, place])
         np.testing.assert_array_equal(drawn[:, place], expected)
 
 
@@ -201,7 +200,7 @@ def test_min_p_leaves_what_is_likely_enough_after_the_temperature(min_p):
     weights = np.exp((logits - 2.0) / 0.8)
     sampling = ds.make_sampling(3000, temperature=0.8, min_p=min_p)
     rows = jnp.broadcast_to(jnp.asarray(logits)[None], (3000, 6))
-    tokens = set(np.asarray(ds.sample(rows, sampling, jnp.arange(3000, dtype=jnp.int32))).tolist())
+    tokens = set(np.asarray(jit_sample(rows, sampling, np.arange(3000, dtype=np.int32))).tolist())
     assert tokens == {n for n in range(6) if weights[n] >= min_p and weights[n] > 1e-3}
 
 
