@@ -170,7 +170,8 @@ def serve(config, params, mesh, args, max_step_ms):
     seconds, metrics = time.perf_counter() - begun, engine.metrics
     read = metrics.prompt_tokens - metrics.hit_tokens
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args}")
-    print(f"steps with prompts beside decoding: {1e3 * engine.plan.max_step_s:g} ms at most")
+    bound_ms = 1e3 * engine.loop.pace.bound_s(args.concurrent)
+    print(f"steps with prompts beside {args.concurrent} requests: {bound_ms:,.1f} ms at most")
     print(
         f"{submitted} requests, {engine.num_unfinished} unfinished, {steps} steps, {seconds:.1f} s"
     )

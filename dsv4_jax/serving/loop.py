@@ -268,7 +268,7 @@ class ServingLoop:
         launched_s, load = self.clock(), None
         if plan.holds_prompts:
             load = CallLoad.of(plan, outlook.lengths[places])
-            if flight is not None and self.pace.waits(load):
+            if flight is not None and self.pace.waits(plan, load):
                 return None
         runner.bring_masks(plan, running)  # it may raise, and first
         lengths = np.zeros(shards.num_slots, np.int32)

@@ -32,7 +32,7 @@ MAX_STEPS_PER_CALL = 64
 MAX_STEP_SIZES = 64
 """Sizes of steps: each is a program."""
 DEFAULT_MAX_STEP_MS = 80.0
-"""On a GPU: five decode steps of 32 requests of V4-Flash on an H200."""
+"""On a GPU, at least: five decode steps of 32 requests of V4-Flash on an H200."""
 NO_STEP_BOUND_MS = 600_000.0
 """No step takes so long."""
 
@@ -70,9 +70,9 @@ class EngineOptions:
       max_step_ms: the longest that a step with prompts shall take beside requests that decode, 1 to
         600,000. It has the largest of `prefill_tokens` that takes at most so long, as steps were
         seen to take, and by arithmetic before that, but leaves prompts half of itself at least.
-        While nobody decodes, it has the largest. None is 80 on a GPU, and elsewhere no bound;
-        600,000 is none in effect. Where it chooses between sizes, results follow these, and so the
-        times of a machine, within rounding.
+        While nobody decodes, it has the largest. None is on a GPU 80 or five decode steps,
+        whichever is longer, and elsewhere no bound; 600,000 is none in effect. Where it chooses
+        between sizes, results follow these, and so the times of a machine, within rounding.
       draft_tokens: k, tokens that the draft guesses per step; 0 is no speculation. An MTP block
         guesses up to 8, DSpark stages up to their block size.
       draft_cut: of DSpark stages, checks a draft only where the chance that it is kept is worth the
@@ -149,8 +149,8 @@ class EngineOptions:
         Ruled(
             Real(1, NO_STEP_BOUND_MS, "1 to 600000"),
             help="the longest that a step with prompts shall take beside requests that decode: it "
-            "is of the largest size that takes at most so long; if not given, a server has "
-            f"{DEFAULT_MAX_STEP_MS:g} on a GPU, and else there is no bound",
+            "is of the largest size that takes at most so long; if not given, a server on a GPU "
+            f"has {DEFAULT_MAX_STEP_MS:g} or five decode steps, and else there is no bound",
         ),
     ] = None
     draft_tokens: Annotated[

@@ -44,7 +44,8 @@ class EnginePlan:
       overlap: the next step is launched before the last one is read, where it can be.
       cost: what a device reads and multiplies in a step, for its time by arithmetic.
       max_step_s: the longest, in seconds, that a step with prompts may take beside requests that
-        decode; infinite where nothing bounds it.
+        decode; infinite where nothing bounds it. One that was not given grows with the times of
+        decode steps (`Pace`).
       least_survival: chance of being kept at which a draft is checked, where one request decodes,
         two, and so on, of all data shards together; None checks all.
     """

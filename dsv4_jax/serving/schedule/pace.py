@@ -3,7 +3,10 @@
 The rules, of which `Pace.choose` is all:
 
 1. While some request decodes, a step that holds prompts has the largest of the given sizes of which
-   the predicted time is at most `max_step_ms`.
+   the predicted time is at most `max_step_ms`. If that is not given, the bound is five steps that
+   only decode, as they were seen to take for about as many requests, where these are longer than
+   its default: a model or a device on which all steps are long would else read next to nothing.
+   Where it matters and none was seen, prompts sit one step out.
 2. It has at least the smallest size that leaves half of itself to prompts, or the largest there is,
    however long that takes. So prompts are always read on; the oldest one gets half of what they get
    (`scheduler`), so that none waits for ever, and the shortest of the others come next.
@@ -26,8 +29,14 @@ from dsv4_jax.serving.metrics.metrics import Metrics, count_compiles
 from dsv4_jax.serving.schedule.call_load import CallLoad
 from dsv4_jax.serving.schedule.flight import Flight
 from dsv4_jax.serving.schedule.scheduler import RowNeed, StepPlan, plan_shards
-from dsv4_jax.serving.schedule.step_times import StepTimes
+from dsv4_jax.serving.schedule.step_times import KEPT, StepTimes, middle
 from dsv4_jax.serving.sizing import EnginePlan
+
+_DECODE_STEPS = 5
+"""Of a bound that is not given."""
+
+_ASKED = 3
+"""Times that prompts sit out for the time of a step without them; the host may not wait for it."""
 
 _WAITED = 0.1
 """Share of a step's time for which the host has to have waited for it: else it may have ended
@@ -43,7 +52,6 @@ class Pace:
 
     Attributes:
       times: how long steps with prompts take.
-      max_step_s: the longest that a step with prompts may take beside requests that decode.
     """
 
     def __init__(self, plan: EnginePlan, metrics: Metrics) -> None:
@@ -54,13 +62,22 @@ class Pace:
           metrics: gets the times of steps with prompts.
         """
         self.times = StepTimes(plan.cost, 1 if plan.mesh is None else plan.mesh.size)
-        self.max_step_s = plan.max_step_s
+        self._max_step_s = plan.max_step_s
+        self._grows = plan.options.max_step_ms is None and plan.max_step_s < float("inf")
+        # Of the last steps without prompts, by the bits of how many requests decoded.
+        self._decode_s: dict[int, collections.deque[float]] = {}
+        self._asked = collections.Counter[int]()
         self._sizes, self._plain_size = plan.step_sizes, plan.plain_size
         self._metrics = metrics
         self._refused = collections.Counter[int]()
         self._read_s = float("-inf")  # when the last call was read
         self._end_is_known = False  # it ended then
         self._num_compiles = count_compiles()
+
+    def bound_s(self, requests: int) -> float:
+        """The longest that a step with prompts may take beside so many requests that decode."""
+        seen = self._decode_s.get(requests.bit_length())
+        return max(self._max_step_s, _DECODE_STEPS * middle(seen)) if seen else self._max_step_s
 
     def choose(self, needs: Sequence[Sequence[RowNeed]], lengths: np.ndarray) -> StepPlan:
         """The step of requests of which some wait for several tokens.
@@ -76,22 +93,26 @@ class Pace:
         largest = plan_up_to(len(self._sizes))
         if not largest.holds_prompts:
             return largest
-        most = max(sum(need.num_pending == 1 for need in shard) for shard in needs)
+        decoding = [[need for need in shard if need.num_pending == 1] for shard in needs]
+        most, bound = max(map(len, decoding)), self.bound_s(sum(map(len, decoding)))
         least = next(
             (count for count, size in enumerate(self._sizes, 1) if size >= 2 * most),
             len(self._sizes),
         )
         plan, count = largest, self._sizes.index(largest.size) + 1
-        while count > least and not self._fits(plan, lengths):
+        while count > least and not self._fits(plan, lengths, bound):
             count -= 1
             plan = plan_up_to(count)
+        if plan is not largest and self._asks(decoding):
+            return plan_shards(decoding, sizes=self._sizes, plain_size=self._plain_size)
         if most or plan is largest or _ends_before_others(plan, largest):
             return plan
         return largest
 
-    def waits(self, load: CallLoad) -> bool:
+    def waits(self, plan: StepPlan, load: CallLoad) -> bool:
         """Whether a step with prompts is not launched behind another, by rule 4."""
-        return self.times.predict(load) > self.max_step_s
+        decoding = int(np.count_nonzero(plan.rows.draws & (plan.rows.num_tokens == 1)))
+        return self.times.predict(load) > self.bound_s(decoding)
 
     def learn(self, flight: Flight, waited_from_s: float) -> None:
         """A step was read, for which the host began to wait at that time.
@@ -106,22 +127,37 @@ class Pace:
         seconds, begin_is_known = read_s - begin_s, self._end_is_known or not behind
         self._read_s = read_s
         self._end_is_known = read_s - waited_from_s > _WAITED * seconds
-        if load is None:
+        if load is None and not self._grows:
             return
         before, self._num_compiles = self._num_compiles, count_compiles()
-        if begin_is_known and self._end_is_known and before == self._num_compiles:
+        if not (begin_is_known and self._end_is_known and before == self._num_compiles):
+            return
+        if load is None:
+            bits = flight.rows.slots.size.bit_length()
+            seen = self._decode_s.setdefault(bits, collections.deque(maxlen=KEPT))
+            seen.append(seconds / flight.plan.num_steps)
+        else:
             self._metrics.prompt_step_s.add(seconds)
             self._metrics.predicted_s.add(self.times.predict(load))
             self.times.learn(load, seconds)
 
-    def _fits(self, plan: StepPlan, lengths: np.ndarray) -> bool:
+    def _asks(self, decoding: Sequence[Sequence[RowNeed]]) -> bool:
+        """Whether prompts sit out, for the time of a step of these alone."""
+        requests = [need for shard in decoding for need in shard]
+        bits = len(requests).bit_length()
+        if not self._grows or not requests or bits in self._decode_s or self._asked[bits] >= _ASKED:
+            return False
+        self._asked[bits] += all(need.draws for need in requests)
+        return all(need.draws for need in requests)
+
+    def _fits(self, plan: StepPlan, lengths: np.ndarray, bound: float) -> bool:
         load = CallLoad.of(plan, lengths[plan.rows.slots])
         seconds = self.times.predict(load)
-        if seconds <= self.max_step_s:
+        if seconds <= bound:
             self._refused[plan.size] = 0
             return True
         self._refused[plan.size] += 1
-        if self._refused[plan.size] >= _RETRIED_AFTER and seconds <= _NEAR * self.max_step_s:
+        if self._refused[plan.size] >= _RETRIED_AFTER and seconds <= _NEAR * bound:
             self._refused[plan.size] = 0
             self.times.doubt(load)
         return False

@@ -64,9 +64,9 @@ class StepTimes:
         if own is None:
             error = self._error_beside(kind)
         elif len(own) < TRUSTED:
-            error = min(_middle(own), self._error_beside(kind))
+            error = min(middle(own), self._error_beside(kind))
         else:
-            error = _middle(own)
+            error = middle(own)
         return error * self._base(load) + self._reach(load)
 
     def learn(self, load: CallLoad, seconds: float) -> None:
@@ -77,16 +77,16 @@ class StepTimes:
     def doubt(self, load: CallLoad) -> None:
         """Keeps one measurement of a kind, so that it is tried again if others say that it fits."""
         if (own := self._errors.get(_Kind.of(load))) is not None:
-            middle = _middle(own)
+            kept = middle(own)
             own.clear()
-            own.append(middle)
+            own.append(kept)
 
     def _error_beside(self, kind: _Kind) -> float:
         """That of the nearest other kind, or if there is none its own, or 1."""
         others = [one for one in self._errors if one != kind]
         if others:
-            return _middle(self._errors[min(others, key=kind.distance)])
-        return _middle(self._errors[kind]) if kind in self._errors else 1.0
+            return middle(self._errors[min(others, key=kind.distance)])
+        return middle(self._errors[kind]) if kind in self._errors else 1.0
 
     def _base(self, load: CallLoad) -> float:
         return base_seconds(self._cost, load.tokens, load.size)
@@ -95,6 +95,6 @@ class StepTimes:
         return reach_seconds(self._cost, load.reach / self._num_devices)
 
 
-def _middle(values: collections.deque[float]) -> float:
+def middle(values: collections.deque[float]) -> float:
     """The median, of two the lesser."""
     return sorted(values)[(len(values) - 1) // 2]

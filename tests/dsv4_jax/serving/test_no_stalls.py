@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from dsv4_jax.serving import sizing
 from helpers.serving import make_engine, one_layer, prompt, run_to_end
 from helpers.simulated_device import DECODING_MS, h200_ms, serve, simulated_engine
 
@@ -51,6 +52,22 @@ def test_a_device_of_which_arithmetic_is_wrong_is_learned():
     times = serve(engine, clock, [(8192, 100)] * 34, concurrent=32)
     assert times.gap_ms(0.99) < 240
     assert sum(size == 1024 for size, *_ in device.calls) > 200
+
+
+def test_without_a_given_bound_a_slow_device_reads_beside_five_decode_steps(monkeypatch):
+    """All steps take eight times as long: within 80 ms none would have read a prompt."""
+
+    def slow_ms(*call, **how):
+        return 8 * h200_ms(*call, **how)
+
+    monkeypatch.setattr(sizing, "_max_step_s", lambda options: 0.08)
+    sizes = {"prefill_tokens": SIZES, "max_requests": 32, "max_context_tokens": 4096}
+    seen = {}
+    for max_step_ms in (None, 80):
+        engine, clock, _ = simulated_engine(slow_ms, max_step_ms=max_step_ms, **sizes)
+        seen[max_step_ms] = serve(engine, clock, [(2048, 400)] * 34, concurrent=32)
+    assert seen[None].gap_ms(1) < 5 * 8 * PLAIN_MS
+    assert seen[None].seconds < 0.8 * seen[80].seconds
 
 
 @pytest.mark.parametrize("decoding", [0, 31])
@@ -119,7 +136,7 @@ def test_with_one_size_answers_are_the_same_to_the_bit_whatever_steps_take():
     bounded, free = make_engine(max_step_ms=1), make_engine()
     np.testing.assert_equal(answers_of(bounded), answers_of(free))
     assert bounded.metrics.prompt_step_s.count >= 1  # after the first steps, which compile
-    assert free.loop.pace.max_step_s == float("inf")
+    assert free.loop.pace.bound_s(1) == float("inf")
 
 
 @pytest.mark.slow

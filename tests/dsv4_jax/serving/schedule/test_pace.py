@@ -11,15 +11,17 @@ from dsv4_jax.serving.metrics.metrics import Metrics
 from dsv4_jax.serving.schedule import pace as pace_module
 from dsv4_jax.serving.schedule.call_load import CallLoad
 from dsv4_jax.serving.schedule.pace import Pace
-from dsv4_jax.serving.schedule.scheduler import RowNeed, plan_shards
+from dsv4_jax.serving.schedule.scheduler import RowNeed, RowPlan, StepRows, plan_shards
 from helpers.simulated_device import FLASH
 
 SIZES = (64, 256, 1024, 8192)
 HELD = np.zeros(64, np.int32)
 
 
-def make(max_step_ms, sizes=SIZES, plain_size=32):
+def make(max_step_ms, sizes=SIZES, plain_size=32, *, is_given=True):
+    options = types.SimpleNamespace(max_step_ms=max_step_ms if is_given else None)
     plan = types.SimpleNamespace(
+        options=options,
         cost=FLASH,
         max_step_s=max_step_ms / 1e3,
         step_sizes=sizes,
@@ -114,14 +116,17 @@ def test_a_size_that_nearly_fits_is_tried_again(monkeypatch):
 
 
 def test_only_long_steps_wait_for_the_one_before():
-    pace = make(80)
-    assert not pace.waits(CallLoad(1024, 1024, 0.0))
-    assert pace.waits(CallLoad(8192, 8192, 0.0))
-    assert not make(np.inf).waits(CallLoad(8192, 8192, 1e12))
+    pace, plan = make(80), chosen(make(80), 1, 30_000)
+    assert not pace.waits(plan, CallLoad(1024, 1024, 0.0))
+    assert pace.waits(plan, CallLoad(8192, 8192, 0.0))
+    assert not make(np.inf).waits(plan, CallLoad(8192, 8192, 1e12))
 
 
-def flight(launched_s, read_s, load=CallLoad(256, 256, 0.0)):  # noqa: B008
-    return types.SimpleNamespace(launched_s=launched_s, read_s=read_s, load=load)
+def flight(launched_s, read_s, load=CallLoad(256, 256, 0.0), num_steps=1):  # noqa: B008
+    plan, rows = types.SimpleNamespace(num_steps=num_steps), StepRows.of([RowPlan(0, 1, 0, True)])
+    return types.SimpleNamespace(
+        launched_s=launched_s, read_s=read_s, load=load, plan=plan, rows=rows
+    )
 
 
 def learned(pace):
@@ -138,6 +143,33 @@ def test_a_step_lasts_from_its_launch_or_the_end_of_the_one_before():
     pace.learn(flight(1.75, 2.1), waited_from_s=1.81)
     assert learned(pace) == pytest.approx(1.0)
     assert pace._metrics.prompt_step_s.count == pace._metrics.predicted_s.count == 3
+
+
+def test_a_bound_that_is_not_given_is_five_decode_steps_where_these_are_longer():
+    for is_given, num_steps, expected in ((False, 1, 0.2), (True, 1, 0.08), (False, 2, 0.1)):
+        pace = make(80, is_given=is_given)
+        assert pace.bound_s(1) == 0.08
+        for start in range(3):
+            pace.learn(flight(start, start + 0.04, None, num_steps), waited_from_s=start + 0.01)
+        pace.learn(flight(5, 9, None), waited_from_s=8.99)  # the caller was away
+        assert pace.bound_s(1) == pytest.approx(expected)
+        assert pace.bound_s(2) == 0.08  # nothing is known of so many
+    pace = make(80, is_given=False)
+    pace.learn(flight(0, 0.01, None), waited_from_s=0.001)
+    assert pace.bound_s(1) == 0.08
+    assert make(np.inf, is_given=False).bound_s(1) == np.inf
+
+
+def test_prompts_sit_out_for_the_time_of_a_decode_step_that_was_not_seen():
+    pace = make(80, is_given=False)
+    plan = chosen(pace, 1, 30_000)
+    assert (plan.is_plain, tokens(plan)) == (True, {0: 1})
+    pace.learn(flight(0, 0.01, None), waited_from_s=0.001)
+    assert [chosen(pace, 1, 30_000).size for _ in range(2)] == [1024, 1024]
+    plans = [chosen(pace, 1, 1, 30_000) for _ in range(5)]  # and never learns of two
+    assert [plan.is_plain for plan in plans] == [True] * 3 + [False] * 2
+    assert not chosen(pace, 1, 1, 1, 1, 60).is_plain  # it fits in any case
+    assert not chosen(make(80), 1, 30_000).is_plain  # a bound that is given
 
 
 def test_an_end_that_the_host_did_not_wait_for_teaches_nothing():
