@@ -71,6 +71,7 @@ def test_tables_of_hash_layers_follow_a_law():
         assert found == pytest.approx(wanted, rel=0.03)
 
 
+@pytest.mark.slow
 def test_rows_of_a_random_model_pick_as_many_experts_as_the_law_says():
     """A bias that is drawn like other weights would favour the same experts for all rows."""
     config = dataclasses.replace(
