@@ -16,7 +16,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import AXES, DATA, check_divides, mesh_sizes
 from dsv4_jax.model.draft_params import DraftParams, DSparkParams
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.serving.options import DEFAULT_MAX_STEP_MS, EngineOptions
+from dsv4_jax.serving.options import DEFAULT_MAX_STEP_MS, NO_STEP_BOUND_MS, EngineOptions
 from dsv4_jax.step.call_cost import base_seconds
 from dsv4_jax.step.draft_worth import StepCost, least_survival
 from dsv4_jax.step.settings_size import count_entries
@@ -164,7 +164,8 @@ def plan_engine(
 def _max_step_s(options: EngineOptions) -> float:
     """`EnginePlan.max_step_s`."""
     if options.max_step_ms is not None:
-        return options.max_step_ms / 1e3
+        is_none = options.max_step_ms >= NO_STEP_BOUND_MS
+        return math.inf if is_none else options.max_step_ms / 1e3
     mesh = options.mesh
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     return DEFAULT_MAX_STEP_MS / 1e3 if platform == "gpu" else math.inf

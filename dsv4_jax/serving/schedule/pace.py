@@ -12,10 +12,13 @@ The rules, of which `Pace.choose` is all:
    (`scheduler`), so that none waits for ever, and the shortest of the others come next.
 3. While nobody decodes, a step has the largest size, unless one by rule 1 would end a prompt which
    the largest would make wait for more tokens than that one holds, of prompts that do not end.
-4. A step that takes longer than `max_step_ms` is not launched behind another: who comes meanwhile
+4. Where what waits does not fill a size, a smaller one is taken if it reads more in a second: 256
+   tokens of 279 take less than half as long as a shape of 1,024, and the rest has a small one.
+5. A step that takes longer than `max_step_ms` is not launched behind another: who comes meanwhile
    waits for one such step and not for two.
 
-With one size there is nothing to choose, and no time decides about anything but rule 4.
+Without a bound the size is the smallest that holds what waits, or the largest, whatever steps take.
+With one size there is nothing to choose, and no time decides about anything but rule 5.
 """
 
 from __future__ import annotations
@@ -91,7 +94,7 @@ class Pace:
             return plan_shards(needs, sizes=self._sizes[:count], plain_size=self._plain_size)
 
         largest = plan_up_to(len(self._sizes))
-        if not largest.holds_prompts:
+        if not largest.holds_prompts or self._max_step_s == float("inf"):
             return largest
         decoding = [[need for need in shard if need.num_pending == 1] for shard in needs]
         most, bound = max(map(len, decoding)), self.bound_s(sum(map(len, decoding)))
@@ -105,12 +108,17 @@ class Pace:
             plan = plan_up_to(count)
         if plan is not largest and self._asks(decoding):
             return plan_shards(decoding, sizes=self._sizes, plain_size=self._plain_size)
-        if most or plan is largest or _ends_before_others(plan, largest):
-            return plan
-        return largest
+        if not most and plan is not largest and not _ends_before_others(plan, largest):
+            plan, count = largest, self._sizes.index(largest.size) + 1
+        while count > least:  # a shape that is not full may take long for what it reads
+            smaller = plan_up_to(count - 1)
+            if self._rate(smaller, lengths) <= self._rate(plan, lengths):
+                break
+            plan, count = smaller, count - 1
+        return plan
 
     def waits(self, plan: StepPlan, load: CallLoad) -> bool:
-        """Whether a step with prompts is not launched behind another, by rule 4."""
+        """Whether a step with prompts is not launched behind another, by rule 5."""
         decoding = int(np.count_nonzero(plan.rows.draws & (plan.rows.num_tokens == 1)))
         return self.times.predict(load) > self.bound_s(decoding)
 
@@ -149,6 +157,12 @@ class Pace:
             return False
         self._asked[bits] += all(need.draws for need in requests)
         return all(need.draws for need in requests)
+
+    def _rate(self, plan: StepPlan, lengths: np.ndarray) -> float:
+        """Tokens of prompts that a step reads in a second."""
+        load = CallLoad.of(plan, lengths[plan.rows.slots])
+        decoding = np.count_nonzero(plan.rows.num_tokens == 1)
+        return (load.tokens - decoding) / self.times.predict(load)
 
     def _fits(self, plan: StepPlan, lengths: np.ndarray, bound: float) -> bool:
         load = CallLoad.of(plan, lengths[plan.rows.slots])

@@ -15,7 +15,7 @@ from dsv4_jax.serving.schedule.scheduler import RowNeed, RowPlan, StepRows, plan
 from helpers.simulated_device import FLASH
 
 SIZES = (64, 256, 1024, 8192)
-HELD = np.zeros(64, np.int32)
+HELD = np.zeros(128, np.int32)
 
 
 def make(max_step_ms, sizes=SIZES, plain_size=32, *, is_given=True):
@@ -52,6 +52,17 @@ def test_beside_decoding_a_step_is_the_largest_that_fits(max_step_ms, size):
 def test_a_prompt_that_fits_takes_no_larger_step_than_it_needs():
     assert chosen(make(80), 1, 100).size == 256
     assert chosen(make(6e5), 1, 100).size == 256
+
+
+def test_a_shape_that_would_be_half_empty_gives_way_to_one_that_reads_more_in_a_second():
+    plan = chosen(make(80), 1, 300)
+    assert (plan.size, tokens(plan)) == (256, {0: 1, 1: 255})
+    assert chosen(make(80), 1, 900).size == 1024
+    assert chosen(make(80), 1100).size == 1024  # alone
+    assert chosen(make(80), 7000).size == 8192
+    assert chosen(make(80), *[1] * 100, 300).size == 1024  # 256 leave too little to prompts
+    for pending in ((1, 300), (1, 900), (1100,)):
+        assert chosen(make(np.inf), *pending).size >= sum(pending)  # without a bound
 
 
 def test_half_of_a_step_is_left_to_prompts_however_long_it_takes():
