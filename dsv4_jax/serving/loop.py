@@ -238,13 +238,13 @@ class ServingLoop:
     def _look_ahead(self, flight: Flight[StepResult]) -> Outlook | None:
         """What the step after the one in flight begins with, whose tokens are on the device.
 
-        None where that has to wait for the host: for what requests with penalties or grammars have
-        drawn, for a prompt whose samples part before its last token, for blocks that somebody must
-        give back, or since nobody goes on.
+        None where that has to wait for the host: for what requests with grammars have drawn, for a
+        prompt whose samples part before its last token, for blocks that somebody must give back,
+        for counts of what was drawn that find no room together, or since nobody goes on.
         """
         self.queue.admit()
         running = self.queue.table
-        waits = running.penalises or running.is_constrained
+        waits = running.is_constrained or self.runner.fitting(running) is not running
         if waits or any(one.followers for one in running.with_siblings):
             return None
         lengths, draft_tokens = self.queue.shards.length_tokens, self._options.draft_tokens

@@ -23,8 +23,8 @@ type Sampler = Callable[[jax.Array, FullSampling, jax.Array], jax.Array]
 class DrawnCounts:
     """How often rows have drawn which tokens, for their penalties: E entries of all rows together.
 
-    A table of every row and token would be hundreds of megabytes. A row has an entry for each
-    token that it has drawn, in any order and no token twice.
+    A table of every row and token would be hundreds of megabytes. A row has entries for the tokens
+    that it has drawn, in any order; those of the same token add up.
 
     Attributes:
       rows: i32[E], the row of the call that an entry is of; -1 for none.

@@ -29,7 +29,7 @@ from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.check_drafts import cut_drafts, verify_drafts
 from dsv4_jax.step.draws import draw
 from dsv4_jax.step.propose import propose, read_tokens, stage_context, target_layers
-from dsv4_jax.step.serve_values import ServeInput, ServeOutput, fill_in
+from dsv4_jax.step.serve_values import ServeInput, ServeOutput, count_last, fill_in
 from dsv4_jax.step.step import check_call, pad_tokens, run_step, trunk_logits
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.weights import with_activations
@@ -65,6 +65,7 @@ def serve_step(
     Raises:
       ValueError: a field has a wrong shape or dtype, or there are no such activations.
     """
+    counts = count_last(serve_input.counts, serve_input.step, last)
     step_input = fill_in(serve_input.step, last)
     check_call(params, cache, step_input, config, activations)
     params = with_activations(params, activations)
@@ -95,7 +96,7 @@ def serve_step(
         call.positions[checked],
         num_checked,
         serve_input.sampling,
-        serve_input.counts,
+        counts,
         serve_input.masks,
         config,
     )
@@ -129,7 +130,7 @@ def serve_step(
             last_drawn,
             read[jnp.maximum(call.row_offsets + num_kept - 1, 0)],
             serve_input.sampling,
-            serve_input.counts,
+            counts,
             config=config,
             draft_tokens=draft_tokens,
         )
@@ -177,6 +178,7 @@ def plain_decode_step(
     activations: str = DEFAULT_ACTIVATIONS,
 ) -> tuple[ModelCache, ServeOutput]:
     """`serve_step` of one token per row without drafts and snapshots, committed as it goes."""
+    counts = count_last(serve_input.counts, serve_input.step, last)
     step_input = fill_in(serve_input.step, last)
     check_call(params, cache, step_input, config, activations)
     params = with_activations(params, activations)
@@ -189,7 +191,7 @@ def plain_decode_step(
         logits[:, None],
         serve_input.sampling,
         call.row_lengths[:, None] + 1,
-        serve_input.counts,
+        counts,
         no_drafts,
         config.idea.sampler,
         serve_input.masks,

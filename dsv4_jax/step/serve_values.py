@@ -32,7 +32,8 @@ class ServeInput:
         goes on; -1 where the drawn one is next.
       sampling: settings of each row.
       snapshots: boundaries to keep.
-      counts: what rows have drawn before, for their penalties; None is nothing.
+      counts: what rows have drawn before, for their penalties, as far as the host has read it:
+        `count_last` adds what the step before drew. None is nothing.
       masks: which tokens rows may draw, n at least what the step draws of a row; None is all.
       num_steps: i32[B], steps that a row makes in a call of several (`decode_steps.py`); None
         elsewhere.
@@ -184,3 +185,27 @@ def fill_in(step_input: StepInput, last: ServeOutput | None) -> StepInput:
     column = jnp.clip(-1 - step_input.token_ids, 0, given.shape[1] - 1)
     token_ids = jnp.where(step_input.token_ids < 0, given[row, column], step_input.token_ids)
     return dataclasses.replace(step_input, token_ids=token_ids)
+
+
+def count_last(
+    counts: DrawnCounts | None, step_input: StepInput, last: ServeOutput | None
+) -> DrawnCounts | None:
+    """Counts what the step before drew of rows whose tokens the host has not read.
+
+    Args:
+      counts: what rows had drawn before that step; None stays None.
+      step_input: the call, in which `LAST_DRAWN` stands for the last token of such a row.
+      last: what the step before drew, of the same rows; None is nothing.
+    """
+    if counts is None or last is None:
+        return counts
+    drawn, row = last.token_ids, step_input.request_ids
+    num_rows, width = drawn.shape
+    fed = jnp.where((step_input.token_ids == LAST_DRAWN) & (row >= 0), row, num_rows)
+    is_fed = jnp.zeros(num_rows, bool).at[fed].set(True, mode="drop")
+    own = jnp.broadcast_to(jnp.arange(num_rows, dtype=jnp.int32)[:, None], drawn.shape)
+    rows = jnp.where(is_fed[:, None] & (drawn >= 0), own, -1)
+    more = rows.reshape(-1), drawn.reshape(-1), jnp.ones(num_rows * width, jnp.int32)
+    fields = counts.rows, counts.token_ids, counts.counts
+    both = (jnp.concatenate(pair) for pair in zip(fields, more, strict=True))
+    return DrawnCounts(**dict(zip(("rows", "token_ids", "counts"), both, strict=True)))

@@ -220,7 +220,7 @@ class StepRunner:
             activations=self._prefill_activations if plan.holds_prompts else self._activations,
             wants_logprobs=bool(wants_logprobs) or not len(rows),  # an idle step tries it
         )
-        if plan.is_plain and len(rows) and fed.all():
+        if plan.is_plain and len(rows) and fed.all() and not running.penalises:
             self._repeated = plan, launch.args, launch.keywords
         return launch
 

@@ -11,6 +11,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.serving.device import engine_arrays
+from dsv4_jax.serving.schedule.running import Running
 from helpers import serving, slow
 from helpers.engine_life import Life
 from helpers.serving import drain, limit, make_engine, prompt, run_to_end
@@ -162,12 +163,29 @@ def test_without_overlap_each_step_is_read_before_the_next(monkeypatch):
     assert not make_engine(debug=True).plan.overlap
 
 
-def test_penalties_wait_for_the_host(monkeypatch):
-    """What was drawn is counted there; beside others, too."""
-    engine = make_engine()
+@pytest.mark.parametrize("make", [plain_engine, make_engine])
+def test_penalties_count_what_the_host_has_not_read(monkeypatch, make):
+    """Tokens are those of steps that wait for each other, and others beside them too."""
+    asked = [{"frequency_penalty": 2.0}, {}, {"presence_penalty": 2.0, "temperature": 0.9}]
+    answers = []
+    for overlap in (True, False):
+        engine = make(overlap=overlap)
+        calls = record(engine, monkeypatch)
+        ids = [engine.submit([1, 2], **WANTED, **more) for more in asked]
+        answers.append([one.token_ids for one in run_to_end(engine, *ids)])
+        steps = sum(name == "read" for name, _ in calls)
+        assert len(overlapped(calls)) >= steps - 2 if overlap else not overlapped(calls)
+    assert answers[0] == answers[1]
+    assert answers[0][0] != answers[0][1]
+
+
+def test_counts_that_find_no_room_together_wait_for_the_host(monkeypatch):
+    engine = plain_engine()
     calls = record(engine, monkeypatch)
-    ids = [engine.submit([1, 2], **WANTED, frequency_penalty=n) for n in (0.5, 0)]
-    run_to_end(engine, *ids)
+    monkeypatch.setattr(
+        engine.loop.runner, "fitting", lambda running: Running(running, running.known)
+    )
+    run_to_end(engine, engine.submit([1, 2], **WANTED, presence_penalty=1.0))
     assert overlapped(calls) == []
 
 
