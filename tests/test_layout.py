@@ -30,12 +30,13 @@ ROOMS = {
     "signals": set(),
     "schemas": {"checks"},
     "config": {"checks", "rules", "regular_files", "lines"},
+    "engram": {"checks", "config"},
     "cache": {"checks", "mesh", "collectives", "config"},
     "allocator": {"checks", "mesh", "config", "cache"},
     "attention": {"checks", "mesh", "collectives", "linear", "config", "cache"},
     "model": {"checks", "rules", "mesh", "peers", "collectives", "linear", "config", "cache"}
-    | {"attention"},
-    "checkpoint": {"checks", "regular_files", "progress", "config", "model"},
+    | {"engram", "attention"},
+    "checkpoint": {"checks", "regular_files", "progress", "config", "engram", "model"},
     "step": {"checks", "rules", "runtime", "mesh", "collectives", "config", "cache", "attention"}
     | {"model"},
     "training": {

@@ -29,6 +29,7 @@ def csa_attention(
     compressor, indexer = params.compressor, params.indexer
     assert compressor is not None
     assert indexer is not None
+    assert indexer.compressor is not None
     frequencies = rope_frequencies(config, AttentionType.CSA)
     selected = handle.selected
     new = project_tokens(params, x, handle.positions, config, selects=selected is None)

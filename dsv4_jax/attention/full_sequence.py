@@ -107,6 +107,7 @@ def _scores(
     """Index scores [B, T, E]; no gradient reaches the layer's input, which the indexer observes."""
     indexer = params.indexer
     assert indexer is not None
+    assert indexer.compressor is not None
     x, latent = jax.lax.stop_gradient((x, latent))
     keys = compress_sequence(
         indexer.compressor, x, frequencies, AttentionType.CSA, config, name="idx"

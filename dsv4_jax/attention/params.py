@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.layer_schedule import LayerSpec
 from dsv4_jax.config.layer_types import AttentionType
 from pallas_kernels.common.weights import Weight
 
@@ -31,18 +32,38 @@ class CompressorParams:
 
 
 @flax.struct.dataclass(kw_only=True)
+class SourceParams:
+    """What a layer makes entries and index keys with that other layers read too.
+
+    Attributes:
+      wkv: [C, D], a token's value.
+      wgate: [C, D], its gate score; None where an entry is one token's.
+      norm: [C], weight of the latent's norm.
+      wk: [IC, C], index key from the latent.
+      k_norm: [IC], weight of the key's norm.
+    """
+
+    wkv: jax.Array
+    wgate: jax.Array | None
+    norm: jax.Array
+    wk: jax.Array
+    k_norm: jax.Array
+
+
+@flax.struct.dataclass(kw_only=True)
 class IndexerParams:
-    """The indexer of a CSA layer.
+    """What selects entries for a CSA layer.
 
     Attributes:
       wq_b: [IH * IC, ql], index queries from the query latent.
       weights_proj: [IH, D], weight of each index head.
-      compressor: the compressor of the index keys.
+      compressor: the compressor of the index keys; None where keys come from the latent of entries,
+        of this layer or another.
     """
 
     wq_b: Weight
     weights_proj: jax.Array
-    compressor: CompressorParams
+    compressor: CompressorParams | None
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -58,8 +79,9 @@ class AttentionParams:
       attn_sink: f32[H], logit of the sink.
       wo_a: [G * r, H / G * C], output projection of each group of heads.
       wo_b: [D, G * r].
-      compressor: of CSA and HCA layers.
-      indexer: of CSA layers.
+      compressor: of CSA and HCA layers that make entries for themselves alone.
+      indexer: of CSA layers that select.
+      source: of layers that make entries which others read too.
     """
 
     wq_a: Weight
@@ -72,6 +94,7 @@ class AttentionParams:
     wo_b: Weight
     compressor: CompressorParams | None
     indexer: IndexerParams | None
+    source: SourceParams | None = None
 
 
 def f32_shape(*shape: int) -> Any:
@@ -79,23 +102,35 @@ def f32_shape(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def attention_shapes(config: DSV4Config, attn: AttentionType, array: Any) -> AttentionParams:
+def attention_shapes(config: DSV4Config, spec: LayerSpec, array: Any) -> AttentionParams:
     """Shapes of one attention sublayer; `array(*shape)` gives one in the dtype of activations."""
+    attn = spec.attn
     d, heads, c, rank = (
         config.hidden_size,
         config.num_attention_heads,
         config.head_dim,
         config.q_lora_rank,
     )
-    compressor = indexer = None
-    if attn != AttentionType.SWA:
+    compressor = indexer = source = None
+    if attn != AttentionType.SWA and not spec.shares:
         compressor = _compressor_shapes(config, attn, c, array)
-    if attn == AttentionType.CSA:
-        index_width = config.indexer_num_heads * config.indexer_head_dim
+    # A layer of V4 that reuses a selection has the weights to select, and does not read them.
+    if attn == AttentionType.CSA and (spec.makes_selection or not spec.shares):
+        index_width, keys = config.indexer_num_heads * config.indexer_head_dim, None
+        if not spec.shares:
+            keys = _compressor_shapes(config, attn, config.indexer_head_dim, array)
         indexer = IndexerParams(
             wq_b=array(index_width, rank),
             weights_proj=array(config.indexer_num_heads, d),
-            compressor=_compressor_shapes(config, attn, config.indexer_head_dim, array),
+            compressor=keys,
+        )
+    if spec.shares and spec.makes_entries:
+        source = SourceParams(
+            wkv=array(c, d),
+            wgate=array(c, d) if spec.ratio > 1 else None,
+            norm=array(c),
+            wk=array(config.indexer_head_dim, c),
+            k_norm=array(config.indexer_head_dim),
         )
     latent = config.o_groups * config.o_lora_rank
     return AttentionParams(
@@ -109,6 +144,7 @@ def attention_shapes(config: DSV4Config, attn: AttentionType, array: Any) -> Att
         wo_b=array(d, latent),
         compressor=compressor,
         indexer=indexer,
+        source=source,
     )
 
 

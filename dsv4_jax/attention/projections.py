@@ -29,7 +29,6 @@ from dsv4_jax.mesh import MODEL, axis_size
 from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
 from pallas_kernels.common.pending import MaybeSplit, Unnormed, finish
 from pallas_kernels.common.weights import (
-    FP8_BLOCK,
     BlockFP8,
     Weight,
     decode_weight,
@@ -90,7 +89,8 @@ def project_tokens(
     """
     indexer = params.indexer
     compressors = [] if params.compressor is None else [params.compressor]
-    compressors += [] if indexer is None else [indexer.compressor]
+    if indexer is not None and indexer.compressor is not None:
+        compressors.append(indexer.compressor)
     dense, biases = weights_and_biases(compressors)
     if selects:
         assert indexer is not None
@@ -211,7 +211,7 @@ def output(params: AttentionParams, attended: jax.Array, config: DSV4Config) -> 
 def _by_group(weight: Weight, groups: int) -> Weight:
     """[G * r, in] -> [G, r, in]. The release computes this product in BF16, whatever the others."""
     rank = weight.shape[0] // groups
-    if isinstance(weight, BlockFP8) and rank % FP8_BLOCK == 0:
+    if isinstance(weight, BlockFP8) and rank % weight.block == 0:
         grouped = jax.tree.map(lambda leaf: leaf.reshape(groups, -1, leaf.shape[-1]), weight)
         return with_activations(grouped, "bfloat16")
     if is_quantized(weight):  # small models: a block of scales spans groups

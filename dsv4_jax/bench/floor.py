@@ -25,7 +25,7 @@ from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.moe import ROUNDED_ROWS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.weight_sizes import walk_weights, weight_family, weight_format
-from pallas_kernels.common.weights import FP8_BLOCK, is_quantized, weight_bytes
+from pallas_kernels.common.weights import is_quantized, weight_bytes
 
 LINK_BANDWIDTH = 450e9
 """Bytes per second that a GPU sends to its peers over NVLink, in one direction."""
@@ -197,7 +197,7 @@ def step_collectives(
         share = (data - 1) / data * data * rows
         row = float(dim * _BF16)
         if rounds_rows and data * rows >= ROUNDED_ROWS:
-            row = dim * (1 + 1 / FP8_BLOCK)
+            row = dim * (1 + 1 / config.weight_block)
         routes = config.num_experts_per_token * (_F32 + _F32)
         collectives += [
             Collective(

@@ -60,7 +60,10 @@ def _attention_bytes(
         heads += tokens * config.num_attention_heads * config.head_dim * (_BF16 + 5 * _F32)
     if AttentionType.CSA not in config.layer_types:
         return heads
-    scores = tokens * (context // config.csa_compression_ratio) * _F32
+    ratio = config.csa_compression_ratio
+    if config.sources is not None:
+        ratio = min(filter(None, config.sources.ratios))
+    scores = tokens * (context // ratio) * _F32
     return heads + scores // model
 
 

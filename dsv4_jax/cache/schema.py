@@ -113,9 +113,11 @@ def build_schema(
 
     Raises:
       ValueError: there is no such format, or the format cannot hold this model's vectors.
+      NotImplementedError: as of `check_has_cache`.
     """
     checks.instance("config", config, DSV4Config)
     checks.instance("spec", spec, LayerSpec)
+    check_has_cache(config)
     cache_format = choose_cache_format(config, cache_format)
     fmt = get_cache_format(cache_format)
     is_csa = spec.attn == AttentionType.CSA
@@ -146,6 +148,21 @@ def build_schema(
         tail_buffer_size_b=compression_ratio if is_csa else 0,
         needs_inv_scale="inv_scale" in fmt.entry.plane_shapes(config.head_dim, config.rope_dim),
     )
+
+
+def check_has_cache(config: DSV4Config) -> None:
+    """Refuses a model of which there is no cache, and so no engine.
+
+    Raises:
+      NotImplementedError: its layers share entries, or are DeepSeek-V4.1's otherwise.
+    """
+    is_v4 = config.query_norm and not config.shifted_streams and config.engram is None
+    if config.sources is not None or not is_v4:
+        raise NotImplementedError(
+            "this is a DeepSeek-V4.1 model, of which there are the config, checkpoints, "
+            "`dsv4-jax plan` and `dsv4-jax convert`, and no forward pass, cache, engine or draft "
+            "yet; run a DeepSeek-V4 model"
+        )
 
 
 def choose_cache_format(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -15,6 +16,7 @@ import numpy as np
 
 from dsv4_jax import checks
 from dsv4_jax.checkpoint.conversion_record import ConversionRecord, alone_in
+from dsv4_jax.checkpoint.engram_tables import table_arrays, table_entries, table_name
 from dsv4_jax.checkpoint.files import INDEX, find_weight_files
 from dsv4_jax.checkpoint.finite import find_not_finite
 from dsv4_jax.checkpoint.layout import (
@@ -51,7 +53,7 @@ class _Tensor(NamedTuple):
 
     source: Source
     target: Target
-    leaf: Any  # a shape, or a quantised weight of shapes
+    leaf: Any  # a shape, or a quantised weight of shapes; None of an Engram table
     stored: list[Entry]
 
 
@@ -119,7 +121,8 @@ def convert_checkpoint(
     )
     entries = {name: tensor.stored for name, tensor in tensors.items()}
     shards = split_into_shards(entries, max_shard_bytes)
-    rename = saved_name if weights == "bfloat16" else str
+    has_own_names = weights == STORED or found.config.sources is not None
+    rename = str if has_own_names else saved_name
     whole = record.find_whole(shards, progress)
     todo = {file: names for file, names in shards.items() if file not in whole}
     _check_space(
@@ -170,17 +173,35 @@ def _plan(source: pathlib.Path, weights: str, found: OpenCheckpoint) -> dict[str
     for leaf, tensors in found.by_leaf().items():
         leaves[leaf] = get_leaf(found.shapes, leaf)
         if weights == STORED:
-            leaves[leaf] = _released_leaf(leaf, leaves[leaf], [source for _, source in tensors])
-    return {
+            stored = [source for _, source in tensors]
+            leaves[leaf] = _released_leaf(leaf, leaves[leaf], stored, found.config.weight_block)
+    tensors = {
         name: _Tensor(
             sources[name], target, leaves[target.leaf],
             list_entries(name, target, leaves[target.leaf]),
         )
         for name, target in found.targets.items()
     }  # fmt: skip
+    return tensors | _plan_tables(weights, found)
 
 
-def _released_leaf(leaf: str, shape: jax.ShapeDtypeStruct, sources: list[Source]) -> Any:
+def _plan_tables(weights: str, found: OpenCheckpoint) -> dict[str, _Tensor]:
+    """The Engram tables, which are no leaves of parameters."""
+    if (engram := found.config.engram) is None:
+        return {}
+    tables = {}
+    for layer, rows, source in zip(engram.layers, engram.table_rows, found.tables, strict=True):
+        entries = table_entries(layer, rows, engram)
+        if weights != STORED:
+            entries = [dataclasses.replace(entries[0], dtype=np.dtype(jnp.bfloat16))]
+        target = Target(leaf="engram", index=(), shape=entries[0].shape)
+        tables[table_name(layer)] = _Tensor(source, target, None, entries)
+    return tables
+
+
+def _released_leaf(
+    leaf: str, shape: jax.ShapeDtypeStruct, sources: list[Source], block: int
+) -> Any:
     """What is quantised alike stays so; else the format of the release."""
     wanted, scale_dtype = released_format(leaf), np.uint8
     if wanted is None:
@@ -195,7 +216,7 @@ def _released_leaf(leaf: str, shape: jax.ShapeDtypeStruct, sources: list[Source]
             f"{leaf} has {shape.shape[-1]} inputs, and MXFP4, which stores pairs, needs an even "
             "number"
         )
-    return quantized_shape(wanted, shape.shape, shape.dtype, scale_dtype=scale_dtype)
+    return quantized_shape(wanted, shape.shape, shape.dtype, scale_dtype=scale_dtype, block=block)
 
 
 def _contents(
@@ -204,7 +225,8 @@ def _contents(
     """The arrays of a file, made one after the other."""
     for name in names:
         source, _, leaf, entries = tensors[name]
-        for entry, array in zip(entries, _convert(source, leaf), strict=True):
+        arrays = table_arrays(source, entries) if leaf is None else _convert(source, leaf)
+        for entry, array in zip(entries, arrays, strict=True):
             yield as_stored(array, entry.dtype)
         advance()
 
@@ -216,7 +238,7 @@ def _convert(source: Source, leaf: Any) -> list[np.ndarray]:
     if isinstance(leaf, source.weight_format or ()) and _has_scale_of(source, leaf):
         return [source.read(), source.read_scale()]
     values = source.decode().astype(np.float32)
-    return [np.asarray(array) for array in _quantize(values, type(leaf))]
+    return [np.asarray(array) for array in _quantize(values, type(leaf), leaf.row_group)]
 
 
 def _has_scale_of(source: Source, leaf: BlockFP8 | MXFP4) -> bool:
@@ -224,11 +246,11 @@ def _has_scale_of(source: Source, leaf: BlockFP8 | MXFP4) -> bool:
     return (source.scale_dtype is np.uint8) == is_code
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _quantize(
-    values: jax.Array, weight_format: type[BlockFP8] | type[MXFP4]
+    values: jax.Array, weight_format: type[BlockFP8] | type[MXFP4], block: int
 ) -> tuple[jax.Array, jax.Array]:
-    weight = quantize_weight(values, weight_format)
+    weight = quantize_weight(values, weight_format, block)
     return weight.to_stored() if isinstance(weight, MXFP4) else (weight.codes, weight.scale)
 
 

@@ -14,13 +14,14 @@ from dsv4_jax.config.checkpoint_folder import find_file
 from dsv4_jax.config.json_file import read_json_object
 from dsv4_jax.config.kinds import show
 from dsv4_jax.regular_files import open_regular, show_path
+from pallas_kernels.common.weights import FP8_BLOCK
 
 INDEX = "model.safetensors.index.json"
 MAX_FILES = 10_000
 """That an index may name; Pro has 64."""
 
 _SHOWN = 10
-_FP8_BLOCK, _FP4_GROUP = 128, 32
+_FP4_GROUP = 32
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
 
@@ -145,12 +146,13 @@ def list_by_file(
         yield tensors
 
 
-def decode_weight(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def decode_weight(weight: np.ndarray, scale: np.ndarray, *, block: int = FP8_BLOCK) -> np.ndarray:
     """A quantised weight to f32[out, in]; a value is code times scale.
 
     Args:
       weight: E4M3 [out, in], or E2M1 pairs u8[out, in / 2].
-      scale: scale of each 128 x 128 block, or of each 32 inputs of a row; UE8M0 as u8, or f32.
+      scale: scale of each square block, or of each 32 inputs of a row; UE8M0 as u8, or f32.
+      block: outputs and inputs of a block.
 
     Source: deepseek_v4.md section 4.5.
     """
@@ -160,5 +162,5 @@ def decode_weight(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
         codes = np.stack([weight & 15, weight >> 4], axis=-1).reshape(weight.shape[0], -1)
         return _E2M1[codes] * np.repeat(scale, _FP4_GROUP, axis=1)[:, : codes.shape[1]]
     out, into = weight.shape
-    blocks = np.repeat(np.repeat(scale, _FP8_BLOCK, axis=0)[:out], _FP8_BLOCK, axis=1)[:, :into]
+    blocks = np.repeat(np.repeat(scale, block, axis=0)[:out], block, axis=1)[:, :into]
     return weight.astype(np.float32) * blocks

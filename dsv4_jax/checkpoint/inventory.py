@@ -8,6 +8,9 @@ import pathlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+
+from dsv4_jax.checkpoint.engram_tables import list_tables
 from dsv4_jax.checkpoint.files import StoredTensor, list_by_file
 from dsv4_jax.checkpoint.layout import Entry, list_entries
 from dsv4_jax.checkpoint.left_out import LeftOut, find_left_out
@@ -23,6 +26,10 @@ class Size(NamedTuple):
 
     tensors: int
     num_bytes: int
+
+
+V41_IMAGES = Size(266, 970_536_960)
+"""What reads images in DeepSeek-V4.1-Flash: `vision.`, `aligner.` and three rows of `image_`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +93,16 @@ def size_of(tensors: Iterable[StoredTensor | Entry]) -> Size:
 def list_release(config: DSV4Config) -> Iterator[Entry]:
     """The tensors of the model and of its draft as DeepSeek releases them.
 
+    Engram tables are among them, which lie on the host, and what routes tokens of images, which is
+    not loaded (`is_of_images`). What reads images is not.
+
     Raises:
       ValueError: the config has DSpark stages, and does not say how many.
     """
     shapes = param_shapes(config, weights=STORED)
     for name, target in all_targets(config, shapes).items():
-        yield from list_entries(name, target, get_leaf(shapes, target.leaf))
+        leaf = get_leaf(shapes, target.leaf)
+        yield from list_entries(name, target, leaf)
+        if config.sources is not None and target.leaf.endswith(".ffn.bias"):
+            yield Entry(f"{name}_vl", np.dtype(np.float32), target.shape)
+    yield from list_tables(config)

@@ -59,7 +59,7 @@ def list_entries(name: str, target: Target, leaf: Any) -> list[Entry]:
         codes = Entry(name, np.dtype(np.int8), (out, into // 2))
         scale = Entry(scale_name(name), _UE8M0, (out, -(-into // MXFP4_GROUP)))
         return [codes, scale]
-    blocks = -(-out // FP8_BLOCK), -(-into // FP8_BLOCK)
+    blocks = -(-out // leaf.block), -(-into // leaf.block)
     dtype = _UE8M0 if leaf.scale.dtype == jnp.uint8 else np.dtype(np.float32)
     codes = Entry(name, np.dtype(ml_dtypes.float8_e4m3fn), shape)
     return [codes, Entry(scale_name(name), dtype, blocks)]
@@ -131,15 +131,16 @@ def format_fields(leaves: Collection[Any]) -> dict[str, Any]:
     has_fp4 = any(isinstance(leaf, MXFP4) for leaf in leaves)
     if not fp8 and not has_fp4:
         return {}
+    block = next(leaf.row_group for leaf in leaves if isinstance(leaf, BlockFP8 | MXFP4))
     quantisation = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "weight_block_size": [block, block],
     }
     if all(leaf.scale.dtype == jnp.uint8 for leaf in fp8):
         quantisation["scale_fmt"] = "ue8m0"
-    return {
-        "expert_dtype": "fp4" if has_fp4 else "fp8",
-        "quantization_config": quantisation,
-    }
+    experts = {"expert_dtype": "fp4" if has_fp4 else "fp8"}
+    if block != FP8_BLOCK:  # DeepSeek-V4.1, whose configs have it inside
+        return {"quantization_config": quantisation | experts}
+    return experts | {"quantization_config": quantisation}

@@ -91,7 +91,7 @@ def find_left_out(
     names = set(names)
     draft = frozenset(name for name in names if name.startswith("mtp."))
     images = frozenset(filter(_IMAGES.match, names))
-    if find_images(contents) is not None:
+    if find_images(contents) is not None or config.sources is not None:
         images |= {name for name in names if _IMAGE_ROUTING.fullmatch(name)}
         images |= {name for name in names if _is_unused_bias(name, config)}
     config = config.without_draft()
@@ -110,6 +110,11 @@ def find_left_out(
         return config, LeftOut(None, 0, frozenset(), images)
     kind = found[0] if len(found) == 1 else None
     return config, LeftOut(kind, stages, draft, images - draft, is_asked=not drafts)
+
+
+def is_of_images(name: str) -> bool:
+    """Whether a tensor of a release routes tokens of images alone."""
+    return _IMAGE_ROUTING.fullmatch(name) is not None
 
 
 def describe_config(contents: dict[str, Any], config: DSV4Config, where: str | pathlib.Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import checks
+from dsv4_jax.checkpoint.engram_tables import open_tables
 from dsv4_jax.checkpoint.find import SHIPPED_CHECKPOINT as SHIPPED_CHECKPOINT
 from dsv4_jax.checkpoint.finite import find_not_finite
 from dsv4_jax.checkpoint.named_sources import Source
@@ -130,7 +132,9 @@ def load_checkpoint(
         raise ValueError(list_problems(directory, problems))
     warn_of_rounded(rounded)
     leaves, treedef = jax.tree.flatten_with_path(shapes)
-    return config, jax.tree.unflatten(treedef, [filled[dotted_path(path)] for path, _ in leaves])
+    params = jax.tree.unflatten(treedef, [filled[dotted_path(path)] for path, _ in leaves])
+    tables = open_tables(directory, config, found.tables, follow_links=follow_links)
+    return config, dataclasses.replace(params, engram=tables)
 
 
 def _read(source: Source, wanted: Any, target: Target, *, quiet: bool) -> tuple[np.ndarray, ...]:
@@ -199,7 +203,11 @@ def _wanted(shape: jax.ShapeDtypeStruct, source: Source, *, keep: bool) -> Any:
     if not keep or source.weight_format is None:
         return shape
     return quantized_shape(
-        source.weight_format, shape.shape, shape.dtype, scale_dtype=source.scale_dtype
+        source.weight_format,
+        shape.shape,
+        shape.dtype,
+        scale_dtype=source.scale_dtype,
+        block=source.block,
     )
 
 
@@ -231,7 +239,8 @@ def _stack_opener(
 def _put(stack: Any, index: jax.Array, arrays: tuple[jax.Array, ...]) -> Any:
     """Writes a tensor, as it is stored, into a stack."""
     if isinstance(stack, MXFP4):
-        one = MXFP4.from_stored(*arrays, dtype=stack.dtype, activations=stack.activations)
+        fields = {n: getattr(stack, n) for n in ("dtype", "activations", "row_group")}
+        one = MXFP4.from_stored(*arrays, **fields)
         arrays = tuple(jax.tree.leaves(one))
     stacks, treedef = jax.tree.flatten(stack)
     place = [index[i] for i in range(index.shape[0])]

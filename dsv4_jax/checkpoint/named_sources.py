@@ -39,6 +39,7 @@ class Source:
         and have their scales fused, those that the scale holds so.
       scale_experts: experts whose scales one tensor holds, where their weights are apart; 0 is as
         the weights are.
+      block: outputs and inputs that share a scale of FP8.
     """
 
     tensor: StoredTensor
@@ -48,6 +49,7 @@ class Source:
     scale_part: tuple[Any, ...] = ()
     halves: int = 1
     scale_experts: int = 0
+    block: int = FP8_BLOCK
 
     @property
     def label(self) -> str:
@@ -86,8 +88,8 @@ class Source:
             lead, out = [self.scale_experts], self.halves * out
         if self.weight_format is MXFP4:
             return (*lead, out, -(-2 * into // MXFP4_GROUP))
-        rows = _scale_rows(out, self.halves, self.scale)
-        return (*lead, rows, -(-into // FP8_BLOCK))
+        rows = _scale_rows(out, self.halves, self.scale, self.block)
+        return (*lead, rows, -(-into // self.block))
 
     def read(self) -> np.ndarray:
         """The stored values, a view of the mapped file; packed FP4 as u8."""
@@ -104,11 +106,13 @@ class Source:
     def decode(self) -> np.ndarray:
         """Its values; of a quantised one, f32."""
         stored = self.read()
-        return stored if self.scale is None else decode_weight(stored, self.read_scale())
+        if self.scale is None:
+            return stored
+        return decode_weight(stored, self.read_scale(), block=self.block)
 
 
 def named_sources(
-    stored: dict[str, StoredTensor], num_experts: int
+    stored: dict[str, StoredTensor], num_experts: int, block: int = FP8_BLOCK
 ) -> Iterator[tuple[str, Source]]:
     """Scales join their quantised weights, fused experts come apart.
 
@@ -125,9 +129,10 @@ def named_sources(
         scale = by_name.get(f"{name if fused else base}.scale")
         scale = scale if _may_be_quantised(tensor) else None
         if fused:
-            yield from _fused_experts(name, Source(tensor, original, scale=scale), num_experts)
+            whole = Source(tensor, original, scale=scale, block=block)
+            yield from _fused_experts(name, whole, num_experts)
             continue
-        source = Source(tensor, original, scale=scale)
+        source = Source(tensor, original, scale=scale, block=block)
         if scale is None and _may_be_quantised(tensor) and (match := _EXPERT.fullmatch(name)):
             source = _with_fused_scale(source, match, by_name, num_experts)
         yield name, source
@@ -176,11 +181,11 @@ def _part_of(scale: StoredTensor | None, half: int, count: int) -> slice:
     return slice(half * rows // count, (half + 1) * rows // count)
 
 
-def _scale_rows(out: int, halves: int, scale: StoredTensor | None) -> int:
+def _scale_rows(out: int, halves: int, scale: StoredTensor | None, block: int) -> int:
     """Rows of blocks of FP8: each matrix has its own, unless one block holds all of them."""
-    if scale is not None and scale.shape[-2:-1] == (1,) and out <= FP8_BLOCK:
+    if scale is not None and scale.shape[-2:-1] == (1,) and out <= block:
         return 1
-    return halves * -(-(out // halves) // FP8_BLOCK)
+    return halves * -(-(out // halves) // block)
 
 
 def _fused_experts(name: str, whole: Source, num_experts: int) -> Iterator[tuple[str, Source]]:

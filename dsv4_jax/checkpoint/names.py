@@ -88,6 +88,19 @@ _LAYER = {
     "ffn.gate.tid2eid": "ffn.tid2eid",
     **{f"ffn.shared_experts.{w}.weight": f"ffn.shared_{w}" for w in ("w1", "w2", "w3")},
 }
+_SHARED_LAYER = {
+    **{
+        name: leaf
+        for name, leaf in _LAYER.items()
+        if "compressor" not in name and "tid2eid" not in name
+    },
+    **{f"attn.compressor.{w}.weight": f"attn.source.{w}" for w in ("wkv", "wgate", "norm")},
+    **{f"attn.indexer.{w}.weight": f"attn.source.{w}" for w in ("wk", "k_norm")},
+    "engram.wkv.weight": "engram.wkv",
+    "engram.q_weight": "engram.q_weight",
+    "engram.k_weight": "engram.k_weight",
+}
+"""Of a layer of DeepSeek-V4.1, in which what makes entries is read by other layers too."""
 _MODEL = {
     "embed.weight": "embed",
     "head.weight": "head",
@@ -105,6 +118,10 @@ _LAST_STAGE = _COLLAPSE | {
     **{f"markov_head.{leaf}.weight": leaf for leaf in ("markov_w1", "markov_w2")},
     "confidence_head.proj.weight": "confidence",
 }
+_SHARED_LAST_STAGE = {
+    name: leaf for name, leaf in _LAST_STAGE.items() if not leaf.startswith("markov")
+} | {"markov_head.embed.weight": "markov_w1", "markov_head.head.weight": "markov_w2"}
+"""Of DeepSeek-V4.1."""
 _ROWS = frozenset({"confidence"})
 """Leaves of one axis that files hold as a matrix of one row."""
 
@@ -153,23 +170,27 @@ def all_targets(config: DSV4Config, shapes: DSV4Params) -> dict[str, Target]:
     """Every canonical tensor of a model, in a stable order; draft tensors start with `mtp.`."""
     targets = {}
     for name, leaf in _MODEL.items():
-        targets[name] = Target(leaf, (), get_leaf(shapes, leaf).shape)
+        if (array := get_leaf(shapes, leaf)) is not None:
+            targets[name] = Target(leaf, (), array.shape)
+    names = _LAYER if config.sources is None else _SHARED_LAYER
+    last_stage = _LAST_STAGE if config.sources is None else _SHARED_LAST_STAGE
     for spec in layer_schedule(config):
         prefix = f"layers.{spec.layer_idx}."
         root, layer = f"layers.{spec.kind}.", shapes.stacked_layers[spec.kind]
-        for name, leaf, index, shape in _layer_targets(layer, (spec.kind_idx,)):
+        for name, leaf, index, shape in _layer_targets(layer, (spec.kind_idx,), names):
             targets[prefix + name] = Target(root + leaf, index, shape)
     if isinstance(shapes.mtp, MTPParams):
         targets |= _draft_targets(shapes.mtp, "mtp.0.", _MTP)
-        for name, leaf, index, shape in _layer_targets(shapes.mtp.block, ()):
+        for name, leaf, index, shape in _layer_targets(shapes.mtp.block, (), names):
             targets[f"mtp.0.{name}"] = Target(f"mtp.block.{leaf}", index, shape)
     if isinstance(shapes.mtp, DSparkParams):
         last = shapes.mtp.num_stages - 1
         targets |= _draft_targets(shapes.mtp, "mtp.0.", _FIRST_STAGE)
         for stage in range(shapes.mtp.num_stages):
-            for name, leaf, index, shape in _layer_targets(shapes.mtp.stacked_stages, (stage,)):
+            stages = shapes.mtp.stacked_stages
+            for name, leaf, index, shape in _layer_targets(stages, (stage,), names):
                 targets[f"mtp.{stage}.{name}"] = Target(f"mtp.stages.{leaf}", index, shape)
-        targets |= _draft_targets(shapes.mtp, f"mtp.{last}.", _LAST_STAGE)
+        targets |= _draft_targets(shapes.mtp, f"mtp.{last}.", last_stage)
     return targets
 
 
@@ -177,7 +198,9 @@ def _draft_targets(draft: DraftParams, prefix: str, names: dict[str, str]) -> di
     """Of what a draft has once, beside its layers."""
     found = {}
     for name, leaf in names.items():
-        shape = get_leaf(draft, leaf).shape
+        if (array := get_leaf(draft, leaf)) is None:
+            continue
+        shape = array.shape
         found[prefix + name] = Target(f"mtp.{leaf}", (), (1, *shape) if leaf in _ROWS else shape)
     return found
 
@@ -192,10 +215,10 @@ def get_leaf(tree: Any, path: str) -> Any:
 
 
 def _layer_targets(
-    layer: LayerParams, index: tuple[int, ...]
+    layer: LayerParams, index: tuple[int, ...], names: dict[str, str]
 ) -> Iterator[tuple[str, str, tuple[int, ...], tuple[int, ...]]]:
     """Name, leaf, index and shape of every tensor of a layer whose leaves are stacked by index."""
-    for name, leaf in _LAYER.items():
+    for name, leaf in names.items():
         array = get_leaf(layer, leaf)
         if array is not None:
             yield name, leaf, index, array.shape[len(index) :]

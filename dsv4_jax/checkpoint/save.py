@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from safetensors.numpy import save_file
 
 from dsv4_jax import checks
+from dsv4_jax.checkpoint.engram_tables import TOKENIZER, stored_entries, table_name
 from dsv4_jax.checkpoint.files import INDEX
 from dsv4_jax.checkpoint.layout import (
     MAX_SHARD_BYTES,
     OUR_FILES,
     SHARD_BYTES,
+    as_stored,
     format_fields,
     list_arrays,
     list_entries,
@@ -24,6 +26,7 @@ from dsv4_jax.checkpoint.names import all_targets, dotted_path, get_leaf, saved_
 from dsv4_jax.checkpoint.write_files import write_json
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.write_json import write_config
+from dsv4_jax.engram import EngramTable
 from dsv4_jax.model.params import DSV4Params, param_shapes
 from dsv4_jax.model.released import quantized_shape, released_format
 from pallas_kernels.common.weights import MXFP4, BlockFP8, is_quantized
@@ -38,8 +41,9 @@ def save_checkpoint(
 ) -> None:
     """Writes a checkpoint that transformers loads, and `load_checkpoint` too, bit for bit.
 
-    A dense model gets the names that transformers writes. Where weights are quantised, all tensors
-    get DeepSeek's own names, and those weights the bytes that the release has.
+    A dense model gets the names that transformers writes. Where weights are quantised, and of
+    DeepSeek-V4.1, all tensors get DeepSeek's own names, and those weights the bytes that the
+    release has. Beside Engram tables lies the tokenizer by which tokens find their rows.
 
     Files are written under other names first and renamed when complete, the config last. Weight
     files of an earlier save that the new one does not replace are removed, since readers would
@@ -70,6 +74,13 @@ def save_checkpoint(
         name: list_entries(name, target, get_leaf(shapes, target.leaf))
         for name, target in targets.items()
     }
+    tables = _tables(config, params)
+    for layer, table in tables.items():
+        entries[table_name(layer)] = stored_entries(layer, table)
+    arrays_of_tables = {
+        table_name(layer): [a for a in (table.values, table.scale) if a is not None]
+        for layer, table in tables.items()
+    }
     formats = format_fields(jax.tree.leaves(shapes, is_leaf=is_quantized))
     shards = split_into_shards(entries, max_shard_bytes)
     directory.mkdir(parents=True, exist_ok=True)
@@ -77,9 +88,16 @@ def save_checkpoint(
     for file, names in shards.items():
         tensors = {}
         for name in names:
-            arrays = list_arrays(targets[name], get_leaf(params, targets[name].leaf))
+            if name in arrays_of_tables:
+                arrays = [
+                    as_stored(array, entry.dtype)
+                    for array, entry in zip(arrays_of_tables[name], entries[name], strict=True)
+                ]
+            else:
+                arrays = list_arrays(targets[name], get_leaf(params, targets[name].leaf))
+            has_own_names = formats or config.sources is not None
             for entry, array in zip(entries[name], arrays, strict=True):
-                tensors[entry.name if formats else saved_name(entry.name)] = array
+                tensors[entry.name if has_own_names else saved_name(entry.name)] = array
         save_file(tensors, directory / f"{file}.partial", metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     written = [*shards]
@@ -91,8 +109,26 @@ def save_checkpoint(
     for old in directory.iterdir():
         if OUR_FILES.fullmatch(old.name) and old.name not in written:
             old.unlink()
+    if params.engram is not None:
+        (directory / TOKENIZER).write_text(params.engram.tokenizer_json)
     dtype = {"dtype": jnp.dtype(params.dtype).name}
     write_json(directory / "config.json", write_config(config) | dtype | formats)
+
+
+def _tables(config: DSV4Config, params: DSV4Params) -> dict[int, EngramTable]:
+    """The Engram tables of each layer that has one.
+
+    Raises:
+      ValueError: the parameters have none, or those of another model.
+    """
+    if config.engram is None:
+        return {}
+    if params.engram is None or params.engram.config != config.engram:
+        raise ValueError(
+            "params.engram must be the Engram tables of config, got "
+            f"{None if params.engram is None else params.engram.config}"
+        )
+    return dict(zip(config.engram.layers, params.engram.tables, strict=True))
 
 
 def _shapes_like(params: DSV4Params, config: DSV4Config) -> DSV4Params:
@@ -104,7 +140,9 @@ def _shapes_like(params: DSV4Params, config: DSV4Config) -> DSV4Params:
         if released_format(name) is None or not isinstance(leaf, BlockFP8 | MXFP4):
             return shape
         scale = leaf.scale.dtype if isinstance(leaf, BlockFP8) else jnp.uint8
-        return quantized_shape(type(leaf), shape.shape, shape.dtype, scale_dtype=scale)
+        return quantized_shape(
+            type(leaf), shape.shape, shape.dtype, scale_dtype=scale, block=config.weight_block
+        )
 
     return jax.tree.map_with_path(change, param_shapes(config, params.dtype))
 

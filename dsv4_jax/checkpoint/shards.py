@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.common.weights import FP8_BLOCK, INPUTS, MXFP4, MXFP4_GROUP, ROWS, BlockFP8
+from pallas_kernels.common.weights import INPUTS, MXFP4, MXFP4_GROUP, ROWS, BlockFP8
 
 Slices = tuple[slice, ...]
 
@@ -87,7 +87,7 @@ def part_shape(wanted: Any, slices: Slices) -> Any:
         return _shape(wanted, slices)
     *lead, rows, columns = slices
     if isinstance(wanted, BlockFP8):
-        blocks = _units(rows, FP8_BLOCK), _units(columns, FP8_BLOCK)
+        blocks = _units(rows, wanted.block), _units(columns, wanted.block)
         return dataclasses.replace(
             wanted,
             codes=_shape(wanted.codes, slices),
@@ -115,7 +115,7 @@ def cut_stored(
     """
     if isinstance(wanted, BlockFP8):
         codes, scale = arrays
-        return codes[slices], scale[tuple(_units(part, FP8_BLOCK) for part in slices)]
+        return codes[slices], scale[tuple(_units(part, wanted.block) for part in slices)]
     if isinstance(wanted, MXFP4):
         pairs, scale = arrays
         rows, columns = slices

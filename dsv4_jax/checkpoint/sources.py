@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 from jax.typing import DTypeLike
 
+from dsv4_jax.checkpoint.engram_tables import take_tables
 from dsv4_jax.checkpoint.files import StoredTensor, list_by_file
 from dsv4_jax.checkpoint.finite import CHECKED_BYTES
 from dsv4_jax.checkpoint.left_out import find_left_out, warn_of_left_out
@@ -33,6 +34,7 @@ class OpenCheckpoint:
       shapes: the parameters, as shapes.
       targets: where each tensor goes, by canonical name.
       sources: where it comes from; the same names.
+      tables: the Engram tables, one for each layer that has one.
       checks_values: dense tensors are looked through for NaN and infinity.
     """
 
@@ -40,6 +42,7 @@ class OpenCheckpoint:
     shapes: DSV4Params
     targets: dict[str, Target]
     sources: dict[str, Source]
+    tables: tuple[Source, ...]
     checks_values: bool
 
     def by_leaf(self) -> dict[str, list[tuple[Target, Source]]]:
@@ -84,10 +87,11 @@ def open_checkpoint(
         values are checked those that are damaged. Else nothing but headers is read for it.
     """
     config, sources, problems = _find_sources(directory, follow_links=follow_links, drafts=drafts)
-    shapes = param_shapes(config, dtype)
-    found = OpenCheckpoint(
-        config, shapes, all_targets(config, shapes), sources, _is_checked(sources, check_weights)
-    )
+    tables, others = take_tables(config, sources)
+    problems += others
+    shapes, targets = param_shapes(config, dtype), all_targets(config, param_shapes(config, dtype))
+    is_checked = _is_checked(sources, check_weights)
+    found = OpenCheckpoint(config, shapes, targets, sources, tables, is_checked)
     _check_sources(found, problems, directory, keep=keep)
     return found
 
@@ -115,7 +119,7 @@ def _find_sources(
                 problems.append(f"twice: {scale}, as {scales[scale]} and {name}")
             scales[scale] = name
     sources: dict[str, Source] = {}
-    for name, source in named_sources(stored, trunk.num_routed_experts):
+    for name, source in named_sources(stored, trunk.num_routed_experts, trunk.weight_block):
         if name in sources:
             problems.append(f"twice: {name}, as {sources[name].name} and {source.name}")
         sources[name] = source
@@ -176,7 +180,7 @@ def _find_damage(source: Source, target: Target, num_experts: int) -> Iterator[s
     if source.scale is None:
         return
     stored, where = source.read(), source.label
-    count, rule = find_bad_scales(stored, source.read_scale())
+    count, rule = find_bad_scales(stored, source.read_scale(), block=source.block)
     if count:
         yield f"damaged: scale of {where} has {count} {rule}"
     if source.weight_format is BlockFP8:

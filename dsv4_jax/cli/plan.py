@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     gpus = args.gpu
     if args.gpu_gib is not None:
         gpus = Gpus(None, 1, int(args.gpu_gib * 2**30))
-    if gpus.count > 1 or args.data is not None or args.model is not None:
+    is_spread = gpus.count > 1 or args.data is not None or args.model is not None
+    if is_spread or config.sources is not None:
         print_mesh_plan(config, args, gpus)
         _print_files(files)
         return 0

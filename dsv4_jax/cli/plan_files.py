@@ -6,13 +6,14 @@ import dataclasses
 import pathlib
 
 from dsv4_jax.checkpoint.inventory import (
+    V41_IMAGES,
     Inventory,
     Size,
     list_release,
     read_inventory,
     size_of,
 )
-from dsv4_jax.checkpoint.left_out import describe_config, warn_of_left_out
+from dsv4_jax.checkpoint.left_out import describe_config, is_of_images, warn_of_left_out
 from dsv4_jax.checkpoint.names import canonical_name
 from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.config import DSV4Config
@@ -88,12 +89,17 @@ def _count_release(config: DSV4Config, whole: DSV4Config) -> Files | None:
     if whole.dspark is None:
         return None
     entries = list(list_release(whole))
+    images = {}
+    if whole.sources is not None:
+        routing = size_of(entry for entry in entries if is_of_images(entry.name))
+        images["images"] = Size(*(sum(pair) for pair in zip(routing, V41_IMAGES, strict=True)))
+        entries = [entry for entry in entries if not is_of_images(entry.name)]
     stages = size_of(entry for entry in entries if entry.name.startswith("mtp."))
     trunk = size_of(entry for entry in entries if not entry.name.startswith("mtp."))
     named = {f"draft ({whole.dspark.num_stages} {DraftKind.DSPARK})": stages}
     if config.dspark is None:
-        return Files(trunk, {}, named)
-    return Files(size_of(entries), named, {})
+        return Files(trunk, {}, named | images)
+    return Files(size_of(entries), named, images)
 
 
 def _count(found: Inventory) -> Files:

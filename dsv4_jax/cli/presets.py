@@ -13,6 +13,7 @@ PRESETS = {
     "pro": DSV4Config.pro,
     "flash-0731": lambda: _with_stages(DSV4Config.flash(), DSPARK["flash-0731"]),
     "pro-0813": lambda: _with_stages(DSV4Config.pro(), DSPARK["pro-0813"]),
+    "v41-flash": DSV4Config.v41_flash,
     "flash_slim": DSV4Config.flash_slim,
     "pro_slim": DSV4Config.pro_slim,
     "tiny": DSV4Config.tiny,

@@ -34,6 +34,8 @@ class DSparkConfig:
       target_layers: trunk layers whose streams the draft sees, ascending. Of a trunk that was cut,
         they may be beyond it.
       num_stages: layers of the draft; None where the config does not tell, and the files do.
+      num_experts: routed experts of a stage; None is as many as a trunk layer has.
+      num_experts_per_token: experts that a row picks of them; None is as many as in the trunk.
 
     Raises:
       ValueError: a value of a wrong type or out of range; the message names the field.
@@ -44,9 +46,14 @@ class DSparkConfig:
     noise_token_id: int
     target_layers: tuple[int, ...]
     num_stages: int | None = None
+    num_experts: int | None = None
+    num_experts_per_token: int | None = None
 
     def __post_init__(self) -> None:
         """Refuses what is no size."""
+        for name in ("num_experts", "num_experts_per_token"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _EXPERTS.read(value, f"dspark.{name}"))
         for name, kind in _SIZES.items():
             object.__setattr__(self, name, kind.read(getattr(self, name), f"dspark.{name}"))
         targets = tuple(_TARGETS.read(self.target_layers, "dspark.target_layers"))
@@ -71,12 +78,28 @@ class DSparkConfig:
             )
         return self.num_stages
 
-    def check_fits(self, *, num_layers: int, vocab_size: int, num_mtp_layers: int) -> None:
+    def check_fits(
+        self,
+        *,
+        num_layers: int,
+        vocab_size: int,
+        num_mtp_layers: int,
+        num_experts: int,
+        num_experts_per_token: int,
+    ) -> None:
         """Refuses a draft that a model of those sizes cannot have.
 
         Raises:
-          ValueError: it reads a layer or a token that there is not, or there is an MTP block too.
+          ValueError: it reads a layer or a token that there is not, picks more experts than there
+            are, or there is an MTP block too.
         """
+        experts = num_experts if self.num_experts is None else self.num_experts
+        picked = self.num_experts_per_token
+        if (num_experts_per_token if picked is None else picked) > experts:
+            raise ValueError(
+                f"dspark.num_experts_per_token must be at most the {experts} experts of a stage, "
+                f"got {show(picked)}"
+            )
         if num_mtp_layers:
             raise ValueError(
                 f"num_mtp_layers must be 0 beside dspark, got {num_mtp_layers}; a model has one "
@@ -94,11 +117,18 @@ class DSparkConfig:
             )
 
 
+_EXPERTS = Whole(1, 2**16)
 _SIZES = {
     "block_size": Whole(1, 16),
     "markov_rank": Whole(1, 4096),
     "noise_token_id": Whole(0, 2**24 - 1),
 }
+EXPERT_FIELDS = {
+    "dspark_n_routed_experts": "num_experts",
+    "dspark_num_experts_per_tok": "num_experts_per_token",
+}
+_NO_OR_EXPERTS = Whole(0, _EXPERTS.most)
+"""0 is as good as absent."""
 _TARGETS = ListOf(Whole(0, MAX_LAYERS), MAX_LAYERS)
 
 
@@ -132,7 +162,8 @@ def read_dspark(contents: dict[str, Any]) -> DSparkConfig | None:
         "dspark_noise_token_id": Whole(0, vocab_size - 1, f"vocab_size={vocab_size}"),
         "dspark_target_layer_ids": _TARGETS,
     }
-    data = Fields(kinds | {"n_mtp_layers": Whole(1, MAX_STAGES)}).read(contents, "")
+    others = {"n_mtp_layers": Whole(1, MAX_STAGES), **dict.fromkeys(EXPERT_FIELDS, _NO_OR_EXPERTS)}
+    data = Fields(kinds | others).read(contents, "")
     given = next(name for name in contents if name.startswith(_PREFIX))
     for name in kinds:
         if name not in data:
@@ -174,6 +205,7 @@ def read_dspark(contents: dict[str, Any]) -> DSparkConfig | None:
         noise_token_id=data["dspark_noise_token_id"],
         target_layers=targets,
         num_stages=num_stages or (nextn if nextn > 1 else None),
+        **{ours: data.get(theirs) or None for theirs, ours in EXPERT_FIELDS.items()},
     )
 
 

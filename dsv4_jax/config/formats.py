@@ -14,7 +14,6 @@ from dsv4_jax.config.kinds import show
 HF_QUANT_CONFIG = "hf_quant_config.json"
 """What NVIDIA's modelopt writes beside `config.json`."""
 
-_BLOCK = [128, 128]
 _FP8_FIELDS: dict[str, tuple[Any, ...]] = {
     "fmt": ("e4m3", "e4m3fn", "float8_e4m3fn"),
     "activation_scheme": ("dynamic",),
@@ -27,16 +26,17 @@ _ALGORITHMS = ("", "mxfp4", "fp8_block_scales")
 """Of modelopt, to which FP8 alone is one scale for a whole tensor."""
 
 _TAKE = (
-    "take the model as DeepSeek releases it, in FP8 of blocks of 128 x 128 and MXFP4, or one "
-    "stored in BF16"
+    "take the model as DeepSeek releases it, in FP8 of blocks of 128 x 128 (V4.1: 32 x 32) and "
+    "MXFP4, or one stored in BF16"
 )
 
 
-def check_formats(contents: dict[str, Any]) -> None:
+def check_formats(contents: dict[str, Any], *, block: int = 128) -> None:
     """Refuses a config whose weights are stored in a format that is not read.
 
     Args:
       contents: of `config.json`.
+      block: outputs and inputs that share a scale of FP8 in that model.
 
     Raises:
       ValueError: it names such a format; the message names it, and what to take instead.
@@ -61,8 +61,9 @@ def check_formats(contents: dict[str, Any]) -> None:
     for name, known in _FP8_FIELDS.items():
         _check_word(f"quantization_config.{name}", fields.get(name), known)
     _check_word("quantization_config.expert_dtype", fields.get("expert_dtype"), _EXPERTS)
-    size = (given or {}).get("weight_block_size", _BLOCK)
-    if size is None or list(size if isinstance(size, list | tuple) else [size]) != _BLOCK:
+    wanted = [block, block]
+    size = (given or {}).get("weight_block_size", wanted)
+    if size is None or list(size if isinstance(size, list | tuple) else [size]) != wanted:
         _refuse("quantization_config.weight_block_size", size)
 
 

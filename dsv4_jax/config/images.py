@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from dsv4_jax.config.families import MODEL_TYPES, V4, with_one_name
 from dsv4_jax.config.kinds import show
 
-_TEXT = "deepseek_v4"
-_TEXT_TYPES = (_TEXT, f"{_TEXT}_text")
 _TOWERS = ("vision_config", "vision_tower_config", "vit_config")
 
 
 def text_part(contents: dict[str, Any]) -> dict[str, Any]:
-    """The contents of `config.json` without what belongs to images.
+    """The contents of `config.json` without what belongs to images, each field under one name.
 
     A config that nests its text model under `text_config` is made flat: what stands beside, such as
     `quantization_config`, holds for the text too where the text does not say otherwise.
 
     Raises:
-      ValueError: `text_config` is no object.
+      ValueError: `text_config` is no object, or two names of a field have different values.
     """
     nested = contents.get("text_config")
     if not isinstance(nested, dict | None):
@@ -26,10 +25,11 @@ def text_part(contents: dict[str, Any]) -> dict[str, Any]:
     if nested:
         given = {name: value for name, value in nested.items() if value is not None}
         contents = {name: contents[name] for name in contents if name != "text_config"} | given
-        own, outer = given.get("model_type"), contents.get("model_type")
-        if (outer if own is None else own) in _TEXT_TYPES:
-            contents["model_type"] = _TEXT
-    return {name: value for name, value in contents.items() if not _is_of_images(name)}
+    family = MODEL_TYPES.get(str(contents.get("model_type")))
+    if family is not None and (nested or family != V4):
+        contents = contents | {"model_type": family}
+    kept = {name: value for name, value in contents.items() if not _is_of_images(name)}
+    return with_one_name(kept)
 
 
 def find_images(contents: dict[str, Any]) -> str | None:

@@ -1,9 +1,10 @@
-"""Which layer is SWA, CSA or HCA, how it routes, and where its arrays lie."""
+"""What each layer makes and reads, how it routes, and where its arrays lie."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import TypedDict
 
 from dsv4_jax.config.layer_types import AttentionType, RouterType
 from dsv4_jax.config.model_config import DSV4Config
@@ -23,6 +24,14 @@ class LayerSpec:
         stacked parameters; of a draft, which has parameters of its own, among its layers.
       index_source: the earlier CSA layer whose selected entries this one attends to; None for a
         layer that selects for itself, or has no indexer.
+      ratio: tokens of an entry that the layer attends to; 0 has none.
+      entry_source: the layer whose entries those are; its own place where it makes them, None
+        where there are none.
+      shares: whether entries and selections are those of `DSV4Config.sources`, which other layers
+        read too.
+      makes_candidates: the layer leaves candidates for later selections.
+      takes_candidates: the layer selects among candidates alone.
+      writes_engram: rows of an Engram table are written into the streams before the layer.
     """
 
     layer_idx: int
@@ -31,11 +40,37 @@ class LayerSpec:
     family_idx: int
     kind_idx: int
     index_source: int | None = None
+    ratio: int = 0
+    entry_source: int | None = None
+    shares: bool = False
+    makes_candidates: bool = False
+    takes_candidates: bool = False
+    writes_engram: bool = False
+
+    @property
+    def makes_entries(self) -> bool:
+        """The layer makes entries and index keys."""
+        return self.entry_source == self.layer_idx
+
+    @property
+    def makes_selection(self) -> bool:
+        """The layer scores entries and selects some."""
+        return self.attn == AttentionType.CSA and self.index_source is None
 
     @property
     def kind(self) -> str:
-        """Attention type and router, the key of the layer's stacked parameters: `csa_learned`."""
-        return f"{self.attn}_{self.router}"
+        """Attention type and router, the key of the layer's stacked parameters: `csa_learned`.
+
+        Where layers share entries, what the layer has of its own stands between the two, as in
+        `csa1_selects_learned`.
+        """
+        parts = [f"{self.attn}{self.ratio}" if self.shares and self.ratio else str(self.attn)]
+        if self.shares and self.ratio:
+            made = [("makes", self.makes_entries), ("selects", self.makes_selection)]
+            parts += [name for name, is_made in made if is_made]
+            parts += ["limits"] * self.makes_candidates + ["limited"] * self.takes_candidates
+        parts += ["engram"] * self.writes_engram
+        return "_".join([*parts, str(self.router)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,31 +97,60 @@ class Segment:
 def layer_schedule(config: DSV4Config) -> tuple[LayerSpec, ...]:
     """The trunk's layers in order; those of the draft are `draft_layers`."""
     families = {attn: itertools.count() for attn in AttentionType}
-    kinds: dict[tuple[AttentionType, RouterType], itertools.count[int]] = {}
+    kinds: dict[str, itertools.count[int]] = {}
     specs = []
-    selecting = None
     for layer_idx, (attn, router) in enumerate(
         zip(config.layer_types, config.router_types, strict=True)
     ):
-        kind = kinds.setdefault((attn, router), itertools.count())
-        reuses = layer_idx in config.index_reuse
-        if attn == AttentionType.CSA and not reuses:
-            selecting = layer_idx
-        specs.append(
-            LayerSpec(
-                layer_idx=layer_idx,
-                attn=attn,
-                router=router,
-                family_idx=next(families[attn]),
-                kind_idx=next(kind),
-                index_source=selecting if reuses else None,
-            )
+        spec = LayerSpec(
+            layer_idx=layer_idx,
+            attn=attn,
+            router=router,
+            family_idx=next(families[attn]),
+            kind_idx=0,
+            writes_engram=config.engram is not None and layer_idx in config.engram.layers,
+            **_reading(config, layer_idx, attn),
         )
+        kind = kinds.setdefault(spec.kind, itertools.count())
+        specs.append(dataclasses.replace(spec, kind_idx=next(kind)))
     return tuple(specs)
+
+
+class _Reading(TypedDict, total=False):
+    index_source: int | None
+    ratio: int
+    entry_source: int | None
+    shares: bool
+    makes_candidates: bool
+    takes_candidates: bool
+
+
+def _reading(config: DSV4Config, layer: int, attn: AttentionType) -> _Reading:
+    """What a layer makes and reads of entries: fields of its `LayerSpec`."""
+    if attn == AttentionType.SWA:
+        return {"shares": config.sources is not None}
+    if (sources := config.sources) is None:
+        reused = None
+        if layer in config.index_reuse:
+            own = (n for n in range(layer) if config.layer_types[n] == attn)
+            reused = max(n for n in own if n not in config.index_reuse)
+        ratio = config.compression_ratio(attn)
+        return {"index_source": reused, "ratio": ratio, "entry_source": layer}
+    selector = sources.selector_of(layer)
+    return {
+        "index_source": None if selector == layer else selector,
+        "ratio": sources.ratios[layer],
+        "entry_source": sources.maker_of(layer),
+        "shares": True,
+        "makes_candidates": sources.candidates is not None and layer == sources.candidates.layer,
+        "takes_candidates": selector == layer and sources.is_limited(layer),
+    }
 
 
 def draft_layers(config: DSV4Config) -> tuple[LayerSpec, ...]:
     """The layers of the draft: window attention and learned routing, whatever the trunk has.
+
+    They make and read no entries.
 
     Raises:
       ValueError: the config has DSpark stages, and does not say how many.
@@ -94,15 +158,18 @@ def draft_layers(config: DSV4Config) -> tuple[LayerSpec, ...]:
     count = config.num_mtp_layers
     if config.dspark is not None:
         count = config.dspark.known_stages
-    return tuple(
-        LayerSpec(
-            layer_idx=config.num_layers + stage,
-            attn=AttentionType.SWA,
-            router=RouterType.LEARNED,
-            family_idx=config.layer_types.count(AttentionType.SWA) + stage,
-            kind_idx=stage,
-        )
-        for stage in range(count)
+    return tuple(draft_layer(config, stage) for stage in range(count))
+
+
+def draft_layer(config: DSV4Config, stage: int) -> LayerSpec:
+    """A layer of the draft of a config, whether or not that has one."""
+    return LayerSpec(
+        layer_idx=config.num_layers + stage,
+        attn=AttentionType.SWA,
+        router=RouterType.LEARNED,
+        family_idx=config.layer_types.count(AttentionType.SWA) + stage,
+        kind_idx=stage,
+        shares=config.sources is not None,
     )
 
 

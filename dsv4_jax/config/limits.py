@@ -6,7 +6,7 @@ A range holds every model of this family that a machine could run and keeps prod
 
 from __future__ import annotations
 
-from dsv4_jax.config.kinds import MAX_I32, POSITIVE, Kind, Whole
+from dsv4_jax.config.kinds import MAX_I32, POSITIVE, Flag, Kind, Whole
 
 MAX_LAYERS = 1024
 MAX_END_TOKENS = 1024
@@ -41,6 +41,9 @@ KINDS: dict[str, Kind] = {
     "moe_intermediate_size": _WIDTH,
     "routed_scaling_factor": POSITIVE,
     "swiglu_limit": POSITIVE,
+    "query_norm": Flag(),
+    "shifted_streams": Flag(),
+    "weight_block": Whole(32, 128),
     "num_mtp_layers": Whole(0, 1),
     "hc_mult": Whole(1, 1024),
     "hc_sinkhorn_iters": Whole(1, 1024),

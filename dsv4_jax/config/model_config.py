@@ -9,18 +9,20 @@ from typing import Any
 
 from dsv4_jax import checks
 from dsv4_jax.config.draft import DSparkConfig
+from dsv4_jax.config.engram import EngramConfig
 from dsv4_jax.config.idea import NO_IDEA, Idea
 from dsv4_jax.config.kinds import ListOf, Whole, Word, show
 from dsv4_jax.config.layer_types import AttentionType, RouterType
 from dsv4_jax.config.limits import (
     KINDS,
-    MAX_BLOCK_TOKENS,
     MAX_END_TOKENS,
-    MAX_EXPERTS_OF_ALL_LAYERS,
     MAX_LAYERS,
     MAX_MTP_DRAFT_TOKENS,
 )
+from dsv4_jax.config.model_checks import check_sizes
 from dsv4_jax.config.read_json import read_fields
+from dsv4_jax.config.sources import EntrySources
+from dsv4_jax.config.v41 import v41_flash_fields
 from dsv4_jax.config.yarn import YarnScaling
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
@@ -55,6 +57,14 @@ class DSV4Config:
       index_reuse: CSA layers, by place in the model, that select no entries themselves and attend
         to those that the last CSA layer before them selected (IndexCache); not part of a
         `config.json`.
+      sources: which layers make entries and selections that others read, of DeepSeek-V4.1; None
+        is of DeepSeek-V4, whose layers make their own.
+      engram: sizes of the Engram tables, or None.
+      query_norm: each query head is normed before it rotates.
+      shifted_streams: a sublayer collapses the streams with the weights that the sublayer before it
+        computed, and no hyper-connection stands before the head.
+      weight_block: outputs and inputs that share a scale of FP8 weights as stored, and inputs of a
+        row of activations that share one.
       num_mtp_layers: draft (MTP) blocks after the trunk, 0 or 1; not counted in `layer_types`.
       dspark: sizes of a DSpark draft, whose stages come after the trunk; None has none.
       hc_mult: S, residual streams.
@@ -99,6 +109,11 @@ class DSV4Config:
     routed_scaling_factor: float
     swiglu_limit: float
     index_reuse: tuple[int, ...] = ()
+    sources: EntrySources | None = None
+    engram: EngramConfig | None = None
+    query_norm: bool = True
+    shifted_streams: bool = False
+    weight_block: int = 128
     num_mtp_layers: int = 0
     dspark: DSparkConfig | None = None
     hc_mult: int = 4
@@ -133,7 +148,7 @@ class DSV4Config:
                 f"index_reuse must be {wanted} of the idea, got {self.index_reuse}; use "
                 "idea.applied_to(config)"
             )
-        for name, kind in (("rope_scaling", YarnScaling), ("dspark", DSparkConfig)):
+        for name, kind in _PARTS.items():
             if not isinstance(given := getattr(self, name), kind | None):
                 raise ValueError(f"{name} must be a {kind.__name__} or None, got {show(given)}")
         if self.dspark is not None:
@@ -141,62 +156,10 @@ class DSV4Config:
                 num_layers=len(self.layer_types),
                 vocab_size=self.vocab_size,
                 num_mtp_layers=self.num_mtp_layers,
+                num_experts=self.num_routed_experts,
+                num_experts_per_token=self.num_experts_per_token,
             )
-        if len(self.router_types) != len(self.layer_types):
-            raise ValueError(
-                f"router_types must have one entry per layer, got {len(self.router_types)} for "
-                f"{len(self.layer_types)} layer_types"
-            )
-        if not self.layer_types:
-            raise ValueError("layer_types must name at least one layer, got none")
-        for small, large in (("rope_dim", "head_dim"), ("rope_dim", "indexer_head_dim")):
-            if getattr(self, small) > getattr(self, large):
-                raise ValueError(
-                    f"{small} must be at most {large}, got {getattr(self, small)} and "
-                    f"{getattr(self, large)}"
-                )
-        if self.rope_dim % 2:
-            raise ValueError(f"rope_dim must be even, since dims rotate in pairs: {self.rope_dim}")
-        if self.rope_dim == self.head_dim:
-            raise ValueError(f"rope_dim must leave dims unrotated, got head_dim={self.head_dim}")
-        if self.num_attention_heads % self.o_groups:
-            raise ValueError(
-                f"o_groups must divide num_attention_heads, got {self.o_groups} and "
-                f"{self.num_attention_heads}"
-            )
-        if self.num_experts_per_token > self.num_routed_experts:
-            raise ValueError(
-                f"num_experts_per_token must be at most num_routed_experts, got "
-                f"{self.num_experts_per_token} and {self.num_routed_experts}"
-            )
-        if self.rope_scaling is not None and self.compress_rope_theta <= 1:
-            raise ValueError(
-                "compress_rope_theta must be above 1 beside rope_scaling, which takes its "
-                f"logarithm, got {self.compress_rope_theta}"
-            )
-        if self.num_routed_experts * len(self.layer_types) > MAX_EXPERTS_OF_ALL_LAYERS:
-            raise ValueError(
-                f"num_routed_experts={self.num_routed_experts} in {len(self.layer_types)} "
-                f"layer_types must be at most {MAX_EXPERTS_OF_ALL_LAYERS:,} experts together"
-            )
-        if self.block_tokens > MAX_BLOCK_TOKENS:
-            raise ValueError(
-                "csa_compression_ratio and hca_compression_ratio must have a common multiple "
-                f"with 128 of at most {MAX_BLOCK_TOKENS:,}, got {self.csa_compression_ratio} and "
-                f"{self.hca_compression_ratio}, whose is {self.block_tokens:,}"
-            )
-        for layer in self.index_reuse:
-            selecting = [
-                other
-                for other, attn in enumerate(self.layer_types[: max(layer, 0)])
-                if attn == CSA and other not in self.index_reuse
-            ]
-            if not 0 <= layer < len(self.layer_types) or self.layer_types[layer] != CSA:
-                raise ValueError(f"index_reuse must name CSA layers, got layer {layer}")
-            if not selecting:
-                raise ValueError(
-                    f"index_reuse must leave a CSA layer before layer {layer} that selects for it"
-                )
+        check_sizes(self)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # while it is being made; frozen from then on
@@ -233,10 +196,21 @@ class DSV4Config:
 
         The compression ratio of a type without layers does not count.
         """
+        if self.sources is not None:
+            return math.lcm(128, *filter(None, self.sources.ratios))
         return math.lcm(128, *(self.compression_ratio(attn) for attn in set(self.layer_types)))
 
     def compression_ratio(self, attn: AttentionType) -> int:
-        """Tokens per entry of an attention type; 1 for SWA, which has none."""
+        """Tokens per entry of an attention type; 1 for SWA, which has none.
+
+        Raises:
+          NotImplementedError: layers of the type have ratios of their own, `sources.ratios`.
+        """
+        if self.sources is not None and attn == CSA:
+            raise NotImplementedError(
+                "compression_ratio must be asked of a layer where entries are shared; "
+                "sources.ratios has that of each"
+            )
         return {SWA: 1, CSA: self.csa_compression_ratio, HCA: self.hca_compression_ratio}[attn]
 
     @classmethod
@@ -284,6 +258,11 @@ class DSV4Config:
             moe_intermediate_size=3072,
             routed_scaling_factor=2.5,
         )
+
+    @classmethod
+    def v41_flash(cls) -> DSV4Config:
+        """DeepSeek-V4.1-Flash, its text model: 40 layers, 384 experts, two Engram tables."""
+        return dataclasses.replace(cls.flash(), **v41_flash_fields())
 
     @classmethod
     def flash_slim(cls) -> DSV4Config:
@@ -360,6 +339,14 @@ class DSV4Config:
             return cls(**fields)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
+
+
+_PARTS = {
+    "rope_scaling": YarnScaling,
+    "dspark": DSparkConfig,
+    "sources": EntrySources,
+    "engram": EngramConfig,
+}
 
 
 def _routers(num_layers: int, *, num_hash: int) -> tuple[RouterType, ...]:

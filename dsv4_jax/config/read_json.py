@@ -10,6 +10,7 @@ from typing import Any
 from dsv4_jax import checks
 from dsv4_jax.config.checkpoint_folder import find_file
 from dsv4_jax.config.draft import MAX_STAGES, DraftKind, draft_kind, read_dspark
+from dsv4_jax.config.families import V41, is_v41
 from dsv4_jax.config.formats import HF_QUANT_CONFIG, check_algorithms, check_formats
 from dsv4_jax.config.images import find_images, text_part
 from dsv4_jax.config.json_file import read_json_object
@@ -17,6 +18,7 @@ from dsv4_jax.config.kinds import Fields, ListOf, OneOrMore, Whole, Word, agree,
 from dsv4_jax.config.layer_types import AttentionType, RouterType
 from dsv4_jax.config.limits import COMPRESSION_RATIO, KINDS, MAX_END_TOKENS, MAX_LAYERS
 from dsv4_jax.config.read_rope import PARTIAL, ROPE_TABLE, read_rope, read_rope_dim
+from dsv4_jax.config.v41 import FIXED_V41, V41_FIELDS, WEIGHT_BLOCK, read_v41
 from dsv4_jax.regular_files import has_regular_file, show_path
 
 SWA, CSA, HCA = AttentionType.SWA, AttentionType.CSA, AttentionType.HCA
@@ -107,6 +109,8 @@ _FIELDS = Fields(
     }
 )
 """Every field that is read; others are ignored."""
+_V41_FIELDS = Fields(_FIELDS.kinds | V41_FIELDS)
+"""Of DeepSeek-V4.1."""
 
 
 def read_contents(
@@ -160,18 +164,16 @@ def _locate[**P, Result](
 
 def _our_fields(contents: dict[str, Any], text_only: bool, drafts: bool) -> dict[str, Any]:
     images, whole, contents = find_images(contents), contents, text_part(contents)
-    for name, value in FIXED.items():
-        given = contents.get(name, value)
-        if type(given) is not type(value) or given != value:
-            raise ValueError(f"{name} must be {value!r} in a DeepSeek-V4 config, got {show(given)}")
+    is_of_v41 = is_v41(contents)
+    _check_fixed(contents, FIXED | {"model_type": V41, **FIXED_V41} if is_of_v41 else FIXED)
     for part in (whole, contents):  # a text model inside may still say what it was made from
-        check_formats(part)
+        check_formats(part, **({"block": WEIGHT_BLOCK} if is_of_v41 else {}))
     if images is not None and not text_only:
         raise ValueError(
             f"{images} is of a model that reads images too; its text part is read with "
             "text_only=True, and load_checkpoint loads that part"
         )
-    data = _FIELDS.read(contents, "")
+    data = (_V41_FIELDS if is_of_v41 else _FIELDS).read(contents, "")
     for alias, name in ALIASES.items():
         agree(alias, data.get(alias), name, data.get(name))
         if alias in data:
@@ -179,18 +181,36 @@ def _our_fields(contents: dict[str, Any], text_only: bool, drafts: bool) -> dict
     fields = {ours: require(data, theirs) for theirs, ours in SAME_NAME.items()}
     fields |= {ours: data[name] for name, ours in OPTIONAL.items() if name in data}
     num_layers = require(data, "num_hidden_layers")
-    layer_types, ratios = _layer_types(data, num_layers, _compression_ratios(contents, data))
+    if is_of_v41:
+        layers = read_v41(contents, data, num_layers)
+    else:
+        types, ratios = _layer_types(data, num_layers, _compression_ratios(contents, data))
+        layers = {
+            "layer_types": types,
+            "router_types": _router_types(data, num_layers),
+            "csa_compression_ratio": ratios[CSA],
+            "hca_compression_ratio": ratios[HCA],
+        }
     return {
         **fields,
-        "layer_types": layer_types,
-        "router_types": _router_types(data, num_layers),
+        **layers,
         "rope_dim": read_rope_dim(data),
-        "csa_compression_ratio": ratios[CSA],
-        "hca_compression_ratio": ratios[HCA],
         **(_draft(contents, num_layers) if drafts else {}),
         **_tokens(contents, data["vocab_size"]),
         **read_rope(data),
     }
+
+
+def _check_fixed(contents: dict[str, Any], fixed: dict[str, Any]) -> None:
+    """Refuses a field whose value is another than that of the model family."""
+    for name, value in fixed.items():
+        given = contents.get(name, value)
+        numbers = isinstance(value, float) and type(given) is int
+        if not (type(given) is type(value) or numbers) or given != value:
+            other = f" (or {V41!r} in a DeepSeek-V4.1 config)" if name == "model_type" else ""
+            raise ValueError(
+                f"{name} must be {value!r} in a DeepSeek-V4 config{other}, got {show(given)}"
+            )
 
 
 def _draft(contents: dict[str, Any], num_layers: int) -> dict[str, Any]:

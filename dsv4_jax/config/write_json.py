@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from dsv4_jax.config.draft import EXPERT_FIELDS
+from dsv4_jax.config.families import V41
 from dsv4_jax.config.model_config import DSV4Config
 from dsv4_jax.config.read_json import (
     CSA,
@@ -16,6 +18,8 @@ from dsv4_jax.config.read_json import (
     SAME_NAME,
     SWA,
 )
+from dsv4_jax.config.sources import EntrySources
+from dsv4_jax.config.v41 import write_v41
 
 
 def write_config(config: DSV4Config) -> dict[str, Any]:
@@ -36,18 +40,24 @@ def write_config(config: DSV4Config) -> dict[str, Any]:
         }
     fields = {theirs: getattr(config, ours) for theirs, ours in (SAME_NAME | OPTIONAL).items()}
     eos = config.eos_token_ids
+    if config.sources is not None:
+        layers = _shared_layers(config, config.sources)
+    else:
+        layers = {
+            "layer_types": [types[attn] for attn in config.layer_types],
+            "mlp_layer_types": [routers[router] for router in config.router_types],
+            "compress_rates": {
+                types[CSA]: config.csa_compression_ratio,
+                types[HCA]: config.hca_compression_ratio,
+            },
+        }
     return {
         "architectures": ["DeepseekV4ForCausalLM"],
         **FIXED,
         **fields,
         "num_hidden_layers": config.num_layers,
         **_draft(config),
-        "layer_types": [types[attn] for attn in config.layer_types],
-        "mlp_layer_types": [routers[router] for router in config.router_types],
-        "compress_rates": {
-            types[CSA]: config.csa_compression_ratio,
-            types[HCA]: config.hca_compression_ratio,
-        },
+        **layers,
         "qk_rope_head_dim": config.rope_dim,
         "partial_rotary_factor": partial,
         "rope_theta": config.rope_theta,
@@ -57,6 +67,18 @@ def write_config(config: DSV4Config) -> dict[str, Any]:
             "compress": compress | {"partial_rotary_factor": partial},
         },
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+    }
+
+
+def _shared_layers(config: DSV4Config, sources: EntrySources) -> dict[str, Any]:
+    """The layers of DeepSeek-V4.1; those of the draft are among their ratios."""
+    stages = 0 if config.dspark is None else config.dspark.known_stages
+    return {
+        "architectures": ["DeepseekV41ForCausalLM"],
+        "model_type": V41,
+        "compress_ratios": [*sources.ratios, *[0] * stages],
+        "num_nextn_predict_layers": stages,
+        **write_v41(sources, config.engram),
     }
 
 
@@ -77,12 +99,19 @@ def _draft(config: DSV4Config) -> dict[str, Any]:
     stages: dict[str, Any] = {}
     if dspark.num_stages is not None:
         stages["n_mtp_layers"] = dspark.num_stages
-        if config.csa_compression_ratio != config.hca_compression_ratio:  # else no ratio tells
+        is_told = config.sources is None  # else `_shared_layers` writes them
+        if is_told and config.csa_compression_ratio != config.hca_compression_ratio:
             ratios = (
                 0 if attn == SWA else config.compression_ratio(attn) for attn in config.layer_types
             )
             stages["compress_ratios"] = [*ratios, *[0] * dspark.num_stages]
+    experts = {
+        theirs: value
+        for theirs, ours in EXPERT_FIELDS.items()
+        if (value := getattr(dspark, ours)) is not None
+    }
     return {
+        **experts,
         "num_nextn_predict_layers": 1,
         "dspark_block_size": dspark.block_size,
         "dspark_markov_rank": dspark.markov_rank,

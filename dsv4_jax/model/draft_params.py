@@ -9,7 +9,7 @@ import jax
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.draft import DSparkConfig
-from dsv4_jax.config.layer_types import AttentionType, RouterType
+from dsv4_jax.config.layer_schedule import draft_layer
 from dsv4_jax.model.layer_params import (
     HyperConnectionParams,
     LayerParams,
@@ -31,7 +31,7 @@ class MTPParams:
       enorm: [D].
       hnorm: [D].
       block: one window layer with learned routing.
-      hc_head: hyper-connections that collapse its streams.
+      hc_head: hyper-connections that collapse its streams, or None as of `DSV4Params`.
       norm: [D], its own final norm.
     """
 
@@ -40,7 +40,7 @@ class MTPParams:
     enorm: jax.Array
     hnorm: jax.Array
     block: LayerParams
-    hc_head: HyperConnectionParams
+    hc_head: HyperConnectionParams | None
     norm: jax.Array
 
 
@@ -53,7 +53,8 @@ class DSparkParams:
       main_norm: [D].
       stages: window layers with learned routing, every leaf stacked over the stages; or, after
         `unstack_layers`, a tuple of them.
-      hc_head: hyper-connections that collapse the streams of the last stage.
+      hc_head: hyper-connections that collapse the streams of the last stage, or None as of
+        `DSV4Params`.
       norm: [D], before the head.
       markov_w1: [V, r], what a token says of the one after it.
       markov_w2: [V, r], what each token makes of that.
@@ -63,7 +64,7 @@ class DSparkParams:
     main_proj: Weight
     main_norm: jax.Array
     stages: LayerParams | tuple[LayerParams, ...]
-    hc_head: HyperConnectionParams
+    hc_head: HyperConnectionParams | None
     norm: jax.Array
     markov_w1: jax.Array
     markov_w2: jax.Array
@@ -120,7 +121,7 @@ def mtp_shapes(config: DSV4Config, dtype: Any) -> MTPParams:
         h_proj=array(d, d),
         enorm=array(d),
         hnorm=array(d),
-        block=layer_shapes(config, AttentionType.SWA, RouterType.LEARNED, array),
+        block=layer_shapes(config, draft_layer(config, 0), array),
         hc_head=head_connection_shapes(config),
         norm=array(d),
     )
@@ -137,7 +138,7 @@ def dspark_shapes(config: DSV4Config, spec: DSparkConfig, dtype: Any) -> DSparkP
         return jax.ShapeDtypeStruct(shape, dtype)
 
     d, vocab, rank = config.hidden_size, config.vocab_size, spec.markov_rank
-    stage = layer_shapes(config, AttentionType.SWA, RouterType.LEARNED, array)
+    stage = layer_shapes(config, draft_layer(config, 0), array, num_experts=spec.num_experts)
     return DSparkParams(
         main_proj=array(d, len(spec.target_layers) * d),
         main_norm=array(d),

@@ -132,6 +132,11 @@ def run_blocks(
 def draft_guesses(params: DSV4Params, streams: jax.Array, config: DSV4Config) -> Guesses:
     """What the last stage's streams [B, N, S, D] give."""
     draft = dspark_stages(params)
+    if draft.hc_head is None:
+        raise NotImplementedError(
+            "hc_head is missing: the stages of a DeepSeek-V4.1 draft are loaded, and nothing runs "
+            "them yet; take a DeepSeek-V4 model, or drafts=False"
+        )
     hidden = collapse_streams(draft.hc_head, streams, config)
     hidden = checkpoint_name(hidden, "hidden")
     normed = checkpoint_name(rms_norm(hidden, draft.norm, eps=config.rms_norm_eps), "normed")

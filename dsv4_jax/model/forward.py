@@ -12,7 +12,7 @@ from dsv4_jax.attention.full_sequence import attend_full_sequence
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import Output
 from dsv4_jax.attention.selection import Selector, select_by_score
-from dsv4_jax.cache.schema import FormatName, choose_cache_format
+from dsv4_jax.cache.schema import FormatName, check_has_cache, choose_cache_format
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
@@ -131,7 +131,7 @@ def _run(
     targets: tuple[int, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
     """The streams after all layers, and their means after the targets."""
-    checks.instance("config", config, DSV4Config)
+    check_has_cache(checks.instance("config", config, DSV4Config))
     check_params(config, checks.instance("params", params, DSV4Params))
     if getattr(token_ids, "ndim", 2) != 2:
         checks.refuse("token_ids", "i32[B, T]", token_ids, "add a batch axis")

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from dsv4_jax.attention.params import AttentionParams, attention_shapes, f32_shape
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.config.layer_types import AttentionType, RouterType
+from dsv4_jax.config.layer_schedule import LayerSpec
+from dsv4_jax.config.layer_types import RouterType
 from pallas_kernels.common.weights import Weight
 
 
@@ -57,8 +58,26 @@ class MoEParams:
 
 
 @flax.struct.dataclass(kw_only=True)
+class EngramParams:
+    """What writes rows of an Engram table into the streams; the table lies elsewhere.
+
+    Attributes:
+      wkv: [(S + 1) * D, width], a key for each stream and a value, from a token's rows.
+      q_weight: [S, D], weight of each stream's norm.
+      k_weight: [S, D], weight of each key's norm.
+    """
+
+    wkv: Weight
+    q_weight: jax.Array
+    k_weight: jax.Array
+
+
+@flax.struct.dataclass(kw_only=True)
 class LayerParams:
-    """One decoder block: hyper-connection, norm and sublayer, twice; norms are [D]."""
+    """One decoder block: hyper-connection, norm and sublayer, twice; norms are [D].
+
+    `engram` is what comes before them, or None.
+    """
 
     hc_attn: HyperConnectionParams
     attn_norm: jax.Array
@@ -66,6 +85,7 @@ class LayerParams:
     hc_ffn: HyperConnectionParams
     ffn_norm: jax.Array
     ffn: MoEParams
+    engram: EngramParams | None = None
 
 
 def layer_of(layers: LayerParams | tuple[LayerParams, ...], index: int | jax.Array) -> LayerParams:
@@ -81,8 +101,10 @@ def stack_shapes(shapes: LayerParams, count: int) -> LayerParams:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype), shapes)
 
 
-def head_connection_shapes(config: DSV4Config) -> HyperConnectionParams:
-    """Of what collapses the streams before a head."""
+def head_connection_shapes(config: DSV4Config) -> HyperConnectionParams | None:
+    """Of what collapses the streams before a head; None where the last sublayer's weights do."""
+    if config.shifted_streams:
+        return None
     return _connection_shapes(config, rows=config.hc_mult, scales=1)
 
 
@@ -94,8 +116,8 @@ def _connection_shapes(config: DSV4Config, *, rows: int, scales: int) -> HyperCo
     )
 
 
-def _moe_shapes(config: DSV4Config, router: RouterType, array: Any) -> MoEParams:
-    d, width, experts = config.hidden_size, config.moe_intermediate_size, config.num_routed_experts
+def _moe_shapes(config: DSV4Config, router: RouterType, array: Any, experts: int) -> MoEParams:
+    d, width = config.hidden_size, config.moe_intermediate_size
     bias = table = None
     if router == RouterType.LEARNED:
         bias = f32_shape(experts)
@@ -116,15 +138,32 @@ def _moe_shapes(config: DSV4Config, router: RouterType, array: Any) -> MoEParams
 
 
 def layer_shapes(
-    config: DSV4Config, attn: AttentionType, router: RouterType, array: Any
+    config: DSV4Config, spec: LayerSpec, array: Any, *, num_experts: int | None = None
 ) -> LayerParams:
-    """Of one layer; `array` makes a shape in the dtype of activations."""
+    """Of one layer.
+
+    Args:
+      config: the model.
+      spec: the layer.
+      array: makes a shape in the dtype of activations.
+      num_experts: routed experts; None is as many as the trunk has.
+    """
     rows = (2 + config.hc_mult) * config.hc_mult
+    engram, experts = None, config.num_routed_experts if num_experts is None else num_experts
+    if spec.writes_engram:
+        assert config.engram is not None
+        streams, d = config.hc_mult, config.hidden_size
+        engram = EngramParams(
+            wkv=array((streams + 1) * d, config.engram.width),
+            q_weight=array(streams, d),
+            k_weight=array(streams, d),
+        )
     return LayerParams(
         hc_attn=_connection_shapes(config, rows=rows, scales=3),
         attn_norm=array(config.hidden_size),
-        attn=attention_shapes(config, attn, array),
+        attn=attention_shapes(config, spec, array),
         hc_ffn=_connection_shapes(config, rows=rows, scales=3),
         ffn_norm=array(config.hidden_size),
-        ffn=_moe_shapes(config, router, array),
+        ffn=_moe_shapes(config, spec.router, array, experts),
+        engram=engram,
     )

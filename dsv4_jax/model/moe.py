@@ -22,7 +22,7 @@ from dsv4_jax.model.layer_params import MoEParams
 from pallas_kernels import Backend, expert_mlp, mixture_mlp, pick_experts, swiglu_linear
 from pallas_kernels.common.pending import MaybeSplit
 from pallas_kernels.common.rows import QuantizedRows, decode_rows, quantize_rows
-from pallas_kernels.common.weights import takes_rounded_rows
+from pallas_kernels.common.weights import MXFP4, BlockFP8, takes_rounded_rows
 from pallas_kernels.pick_experts import router_logits
 
 GATHERED_ROWS = 32768
@@ -122,10 +122,14 @@ def _gather(
     Of many rows that experts round to E4M3, the codes are sent: the experts find the same values in
     half the bytes.
     """
-    if not takes_rounded_rows(params.w1) or axis_size(DATA) * len(rows) < ROUNDED_ROWS:
+    w1 = params.w1
+    if not isinstance(w1, BlockFP8 | MXFP4) or not takes_rounded_rows(w1):
         rows, ids, weights = gather_rows(rows, ids, weights)
         return rows, ids, weights
-    codes, scale = quantize_rows(rows)
+    if axis_size(DATA) * len(rows) < ROUNDED_ROWS:
+        rows, ids, weights = gather_rows(rows, ids, weights)
+        return rows, ids, weights
+    codes, scale = quantize_rows(rows, w1.row_group)
     codes, scale, ids, weights = gather_rows(codes.reshape(len(rows), -1), scale, ids, weights)
     quantized = QuantizedRows(codes.reshape(*scale.shape, -1), scale)
     return decode_rows(quantized, rows.shape[1]).astype(rows.dtype), ids, weights

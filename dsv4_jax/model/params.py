@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dsv4_jax import checks
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import LayerSpec, layer_schedule
+from dsv4_jax.engram import EngramTables
 from dsv4_jax.model.draft_params import DraftParams, DSparkParams, draft_shapes
 from dsv4_jax.model.layer_params import (
     HyperConnectionParams,
@@ -41,20 +42,23 @@ class DSV4Params:
       embed: [V, D].
       layers: by kind (`LayerSpec.kind`), every leaf stacked over the layers of that kind; or, after
         `unstack_layers`, a tuple of that kind's layers.
-      hc_head: hyper-connections that collapse the streams before the head.
+      hc_head: hyper-connections that collapse the streams before the head; None where the last
+        sublayer's weights do (`DSV4Config.shifted_streams`).
       norm: [D].
       head: [V, D].
       mtp: the draft, or None.
+      engram: the Engram tables, which lie on the host; static.
       peers: what collectives go through on a mesh, from `peers.make_peer_buffers`; None is NCCL.
     """
 
     embed: jax.Array
     layers: dict[str, LayerParams | tuple[LayerParams, ...]]
-    hc_head: HyperConnectionParams
+    hc_head: HyperConnectionParams | None
     norm: jax.Array
     head: jax.Array
     mtp: DraftParams | None
     peers: PeerBuffers | None = None
+    engram: EngramTables | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -153,7 +157,7 @@ def param_shapes(
         return _dense_shapes(config, jnp.float32 if dtype is None else dtype)
     weights = WEIGHT_FORMS.check("weights", weights)
     shapes = _dense_shapes(config, dtype_beside(weights, dtype))
-    return released_shapes(shapes) if weights == STORED else shapes
+    return released_shapes(shapes, config.weight_block) if weights == STORED else shapes
 
 
 def quantize_params(config: DSV4Config, params: DSV4Params) -> DSV4Params:
@@ -166,7 +170,7 @@ def quantize_params(config: DSV4Config, params: DSV4Params) -> DSV4Params:
     found = [leaf.shape for leaf in jax.tree.leaves(params, is_leaf=is_quantized)]
     if found != [leaf.shape for leaf in jax.tree.leaves(_dense_shapes(config, params.dtype))]:
         raise ValueError("params must be those of config, stacked; their shapes differ")
-    return quantize_leaves(params)
+    return quantize_leaves(params, config.weight_block)
 
 
 def _dense_shapes(config: DSV4Config, dtype: Any) -> DSV4Params:
@@ -181,9 +185,7 @@ def _dense_shapes(config: DSV4Config, dtype: Any) -> DSV4Params:
     return DSV4Params(
         embed=array(config.vocab_size, d),
         layers={
-            kind: stack_shapes(
-                layer_shapes(config, specs[0].attn, specs[0].router, array), len(specs)
-            )
+            kind: stack_shapes(layer_shapes(config, specs[0], array), len(specs))
             for kind, specs in kinds.items()
         },
         hc_head=head_connection_shapes(config),
@@ -260,7 +262,7 @@ def leaf_spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and standard deviation that `init_params` gives a leaf of that name and shape."""
     if name == "scale":
         return 1.0, 0.3
-    if "norm" in name:
+    if "norm" in name or name in ("q_weight", "k_weight"):
         return 1.0, 0.2
     if name in ("base", "attn_sink", "bias"):
         return 0.0, 0.5

@@ -24,7 +24,7 @@ from pallas_kernels.common.weights import (
 )
 
 _FP8 = re.compile(
-    r"(^|\.)(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|shared_w[123]|([eh]|main)_proj)$"
+    r"(^|\.)(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|engram\.wkv|shared_w[123]|([eh]|main)_proj)$"
 )
 _FP4 = re.compile(r"(^|\.)ffn\.w[123]$")
 
@@ -36,12 +36,12 @@ def released_format(path: str) -> type[BlockFP8] | type[MXFP4] | None:
     return MXFP4 if _FP4.search(path) else None
 
 
-def released_shapes[Tree](shapes: Tree) -> Tree:
+def released_shapes[Tree](shapes: Tree, block: int = FP8_BLOCK) -> Tree:
     """Shapes of dense parameters, those that the release quantises as quantised weights."""
 
     def change(path: Any, leaf: jax.ShapeDtypeStruct) -> Any:
         name = released_format(_dotted(path))
-        return leaf if name is None else quantized_shape(name, leaf.shape, leaf.dtype)
+        return leaf if name is None else quantized_shape(name, leaf.shape, leaf.dtype, block=block)
 
     return jax.tree.map_with_path(change, shapes)
 
@@ -52,6 +52,7 @@ def quantized_shape(
     dtype: Any,
     *,
     scale_dtype: Any = jnp.uint8,
+    block: int = FP8_BLOCK,
 ) -> BlockFP8 | MXFP4:
     """A quantised weight of that logical shape, with shapes in place of arrays.
 
@@ -60,26 +61,28 @@ def quantized_shape(
       shape: [..., out, in].
       dtype: what the weight stands for.
       scale_dtype: u8 or f32; of MXFP4, u8 alone.
+      block: as of `BlockFP8`, and the groups of rows that multiply either.
     """
     *lead, out, into = shape
     name = jnp.dtype(dtype).name
     if weight_format is BlockFP8:
-        blocks = (*lead, -(-out // FP8_BLOCK), -(-into // FP8_BLOCK))
+        blocks = (*lead, -(-out // block), -(-into // block))
         codes: Any = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
         scale: Any = jax.ShapeDtypeStruct(blocks, scale_dtype)
-        return BlockFP8(codes=codes, scale=scale, dtype=name, activations="fp8")
-    matrix = _mxfp4_shape(out, into, name)
+        return BlockFP8(codes=codes, scale=scale, dtype=name, activations="fp8", block=block)
+    matrix = _mxfp4_shape(out, into, name, block)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype), matrix)
 
 
 @functools.cache
-def _mxfp4_shape(out: int, into: int, dtype: str) -> MXFP4:
+def _mxfp4_shape(out: int, into: int, dtype: str, row_group: int) -> MXFP4:
     pairs = jax.ShapeDtypeStruct((out, into // 2), jnp.uint8)
     scale = jax.ShapeDtypeStruct((out, -(-into // MXFP4_GROUP)), jnp.uint8)
-    return jax.eval_shape(functools.partial(MXFP4.from_stored, dtype=dtype), pairs, scale)
+    make = functools.partial(MXFP4.from_stored, dtype=dtype, row_group=row_group)
+    return jax.eval_shape(make, pairs, scale)
 
 
-def quantize_leaves[Tree](params: Tree) -> Tree:
+def quantize_leaves[Tree](params: Tree, block: int = FP8_BLOCK) -> Tree:
     """Dense parameters, or any part of them, in the formats of the release.
 
     Raises:
@@ -99,16 +102,19 @@ def quantize_leaves[Tree](params: Tree) -> Tree:
     changed = []
     for path, leaf in leaves:
         name = None if is_quantized(leaf) else released_format(_dotted(path))
-        changed.append(leaf if name is None else quantize_weight(leaf, name))
+        changed.append(leaf if name is None else quantize_weight(leaf, name, block))
     return jax.tree.unflatten(treedef, changed)
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def quantize_weight(
-    values: jax.Array, weight_format: type[BlockFP8] | type[MXFP4]
+    values: jax.Array, weight_format: type[BlockFP8] | type[MXFP4], block: int = FP8_BLOCK
 ) -> BlockFP8 | MXFP4:
     """Quantises [..., out, in] as the release does, one matrix after the other."""
-    quantize = quantize_block_fp8 if weight_format is BlockFP8 else quantize_mxfp4
+    if weight_format is BlockFP8:
+        quantize = functools.partial(quantize_block_fp8, block=block)
+    else:
+        quantize = functools.partial(quantize_mxfp4, row_group=block)
     lead = values.shape[:-2]
     matrices = values.reshape(math.prod(lead), *values.shape[-2:])
     weights = jax.lax.map(functools.partial(quantize, dtype=values.dtype.name), matrices)

@@ -23,7 +23,7 @@ from dsv4_jax.mesh import (
     specs_of,
 )
 from dsv4_jax.model.params import DSV4Params, param_shapes
-from pallas_kernels.common.weights import FP8_BLOCK, MXFP4, BlockFP8, Weight, is_quantized
+from pallas_kernels.common.weights import MXFP4, BlockFP8, Weight, is_quantized
 
 _SPLITS = (
     (r"(^|\.)(embed|head|markov_w2)$", (MODEL, None)),  # vocabulary
@@ -108,7 +108,7 @@ def check_scales(params: Any, mesh: AnyMesh) -> None:
     """Refuses a mesh that would cut a weight through a block of scales.
 
     Raises:
-      ValueError: a block of 128 outputs or inputs would lie on two devices.
+      ValueError: a block of outputs or inputs would lie on two devices.
     """
     for path, weight in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)[0]:
         if not isinstance(weight, BlockFP8):
@@ -116,7 +116,7 @@ def check_scales(params: Any, mesh: AnyMesh) -> None:
         for size, axis in zip(weight.shape, _spec(_dotted(path), weight), strict=True):
             if axis == MODEL:
                 name = f"the size of {_dotted(path)}"
-                check_divides(mesh, {name: size}, (MODEL,), unit=FP8_BLOCK)
+                check_divides(mesh, {name: size}, (MODEL,), unit=weight.block)
 
 
 @specs_of.register

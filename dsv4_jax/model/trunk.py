@@ -189,13 +189,22 @@ def keep(
 
 
 def head(
-    hc_head: HyperConnectionParams,
+    hc_head: HyperConnectionParams | None,
     norm: jax.Array,
     weight: jax.Array,
     streams: jax.Array,
     config: DSV4Config,
 ) -> jax.Array:
-    """[..., S, D] -> f32[..., V]; on a mesh of this device's part of the vocabulary."""
+    """[..., S, D] -> f32[..., V]; on a mesh of this device's part of the vocabulary.
+
+    Raises:
+      NotImplementedError: the model has no hyper-connections before its head.
+    """
+    if hc_head is None:
+        raise NotImplementedError(
+            "hc_head is missing: of a DeepSeek-V4.1 model there are the config and the weights, "
+            "and no forward pass yet; take a DeepSeek-V4 model"
+        )
     collapsed = checkpoint_name(collapse_streams(hc_head, streams, config), "head/collapsed")
     normed = checkpoint_name(rms_norm(collapsed, norm, eps=config.rms_norm_eps), "head/normed")
     return checkpoint_name(linear(normed, weight, dtype=jnp.float32), "logits")

@@ -19,7 +19,14 @@ from pallas_kernels.common.pending import ByToken, Pending, finish
 from pallas_kernels.common.rounding import round_to
 from pallas_kernels.common.rows import round_rows
 from pallas_kernels.common.swiglu import swiglu
-from pallas_kernels.common.weights import Weight, decode_weight, is_quantized, takes_rounded_rows
+from pallas_kernels.common.weights import (
+    MXFP4,
+    BlockFP8,
+    Weight,
+    decode_weight,
+    is_quantized,
+    takes_rounded_rows,
+)
 
 
 def block_linear(x: jax.Array, weight: Weight) -> jax.Array:
@@ -77,7 +84,9 @@ def swiglu_linear(x: jax.Array, gate: Weight, up: Weight, *, limit: float) -> ja
 
 def as_operand(x: jax.Array, weight: Weight) -> jax.Array:
     """The rows as this weight takes them: rounded to E4M3, or left alone."""
-    return round_rows(x) if takes_rounded_rows(weight) else x
+    if not isinstance(weight, BlockFP8 | MXFP4) or not takes_rounded_rows(weight):
+        return x
+    return round_rows(x, weight.row_group)
 
 
 def _product(x: jax.Array, weight: jax.Array, dimensions: Any) -> jax.Array:

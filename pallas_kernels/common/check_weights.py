@@ -18,7 +18,7 @@ from pallas_kernels.common.checks import (
 from pallas_kernels.common.pending import Pending
 from pallas_kernels.common.weights import (
     ACTIVATIONS,
-    FP8_BLOCK,
+    FP8_BLOCKS,
     INPUTS,
     MXFP4,
     ROWS,
@@ -56,7 +56,9 @@ def _check_block_fp8(name: str, weight: BlockFP8) -> None:
             f"{list(codes.shape)}"
         )
     *lead, out, into = codes.shape
-    wanted = (*lead, pl.cdiv(out, FP8_BLOCK), pl.cdiv(into, FP8_BLOCK))
+    if not isinstance(weight.block, int) or weight.block not in FP8_BLOCKS:
+        raise ValueError(f"{name}.block must be one of {FP8_BLOCKS}, got {shown(weight.block)}")
+    wanted = (*lead, pl.cdiv(out, weight.block), pl.cdiv(into, weight.block))
     if scale.shape != wanted or scale.dtype not in (jnp.uint8, jnp.float32):
         raise ValueError(
             f"{name}.scale must be uint8 or float32{list(wanted)}, got {scale.dtype}"

@@ -21,7 +21,12 @@ from pallas_kernels.common import numbers
 from pallas_kernels.common.shaped import Shaped
 
 FP8_BLOCK = 128
-"""Outputs and inputs that share a scale of block FP8, and inputs that share one of activations."""
+"""Outputs and inputs that share a scale of block FP8, and inputs that share one of activations.
+
+`BlockFP8.block` and `MXFP4.row_group` may say otherwise.
+"""
+FP8_BLOCKS = (128, 32)
+"""Those that releases have: DeepSeek-V4's, and DeepSeek-V4.1's."""
 MXFP4_GROUP = 32
 """Inputs that share a scale of MXFP4."""
 ROWS, INPUTS = 64, 128
@@ -32,30 +37,38 @@ ACTIVATIONS = ("fp8", "bfloat16")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockFP8(Shaped):
-    """E4M3 codes with one scale for each block of 128 x 128; a value is code times scale.
+    """E4M3 codes with one scale for each square block; a value is code times scale.
 
     Attributes:
       codes: e4m3[..., out, in].
-      scale: [..., ceil(out / 128), ceil(in / 128)], UE8M0 as u8, or f32.
+      scale: [..., ceil(out / block), ceil(in / block)], UE8M0 as u8, or f32.
       dtype: name of the dtype that the weight stands for; static.
       activations: what multiplies it: "fp8" rounds rows to E4M3 first, as the release does
         (`rows.round_rows`), "bfloat16" takes them as they are; static.
+      block: outputs and inputs of a block, and inputs of a row that are rounded under one scale;
+        static.
     """
 
     codes: jax.Array
     scale: jax.Array
     dtype: str = dataclasses.field(metadata={"static": True})
     activations: str = dataclasses.field(metadata={"static": True})
+    block: int = dataclasses.field(default=FP8_BLOCK, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """[..., out, in]."""
         return self.codes.shape
 
+    @property
+    def row_group(self) -> int:
+        """As of `MXFP4`."""
+        return self.block
+
     def decode(self) -> jax.Array:
         """The values, f32[..., out, in]: exact where scales are powers of two."""
-        blocks = jnp.repeat(_scale_values(self.scale), FP8_BLOCK, axis=-2)
-        blocks = jnp.repeat(blocks[..., : self.shape[-2], :], FP8_BLOCK, axis=-1)
+        blocks = jnp.repeat(_scale_values(self.scale), self.block, axis=-2)
+        blocks = jnp.repeat(blocks[..., : self.shape[-2], :], self.block, axis=-1)
         return self.codes.astype(jnp.float32) * blocks[..., : self.shape[-1]]
 
 
@@ -74,6 +87,7 @@ class MXFP4(Shaped):
       size: (out, in); static.
       dtype: as of `BlockFP8`.
       activations: as of `BlockFP8`.
+      row_group: inputs of a row that are rounded under one scale; static.
     """
 
     codes: jax.Array
@@ -81,6 +95,7 @@ class MXFP4(Shaped):
     size: tuple[int, int] = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
     activations: str = dataclasses.field(metadata={"static": True})
+    row_group: int = dataclasses.field(default=FP8_BLOCK, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -89,7 +104,13 @@ class MXFP4(Shaped):
 
     @classmethod
     def from_stored(
-        cls, pairs: jax.Array, scale: jax.Array, *, dtype: str, activations: str = "fp8"
+        cls,
+        pairs: jax.Array,
+        scale: jax.Array,
+        *,
+        dtype: str,
+        activations: str = "fp8",
+        row_group: int = FP8_BLOCK,
     ) -> MXFP4:
         """Rearranges a weight in the released order.
 
@@ -98,6 +119,7 @@ class MXFP4(Shaped):
           scale: u8[..., out, ceil(in / 32)].
           dtype: see `BlockFP8`.
           activations: see `BlockFP8`.
+          row_group: see the attribute.
         """
         out, half = pairs.shape[-2:]
         tiles = pl.cdiv(out, ROWS), pl.cdiv(2 * half, INPUTS)
@@ -108,7 +130,14 @@ class MXFP4(Shaped):
         groups = INPUTS // MXFP4_GROUP
         scales = jax.lax.bitcast_convert_type(_to_tiles(scale, *tiles, groups), jnp.int32)
         size = out, 2 * half
-        return cls(codes=codes, scale=scales, size=size, dtype=dtype, activations=activations)
+        return cls(
+            codes=codes,
+            scale=scales,
+            size=size,
+            dtype=dtype,
+            activations=activations,
+            row_group=row_group,
+        )
 
     def to_stored(self) -> tuple[jax.Array, jax.Array]:
         """Pairs and scales in the released order, as `from_stored` takes them."""
@@ -162,35 +191,42 @@ def with_activations[Tree](tree: Tree, activations: str) -> Tree:
     return jax.tree.map(change, tree, is_leaf=is_quantized)
 
 
-def quantize_block_fp8(values: jax.Array, *, dtype: str, activations: str = "fp8") -> BlockFP8:
+def quantize_block_fp8(
+    values: jax.Array, *, dtype: str, activations: str = "fp8", block: int = FP8_BLOCK
+) -> BlockFP8:
     """As the release does: scales are the least powers of two at which no code exceeds 448.
 
     Args:
       values: [..., out, in].
       dtype: see `BlockFP8`.
       activations: see `BlockFP8`.
+      block: see `BlockFP8`.
     """
     *lead, out, into = values.shape
-    rows, columns = pl.cdiv(out, FP8_BLOCK), pl.cdiv(into, FP8_BLOCK)
-    padding = [(0, 0)] * len(lead) + [(0, rows * FP8_BLOCK - out), (0, columns * FP8_BLOCK - into)]
+    rows, columns = pl.cdiv(out, block), pl.cdiv(into, block)
+    padding = [(0, 0)] * len(lead) + [(0, rows * block - out), (0, columns * block - into)]
     padded = jnp.pad(values.astype(jnp.float32), padding)
-    blocks = padded.reshape(*lead, rows, FP8_BLOCK, columns, FP8_BLOCK)
+    blocks = padded.reshape(*lead, rows, block, columns, block)
     amax = jnp.max(jnp.abs(blocks), axis=(-3, -1))
     scale = numbers.encode_ue8m0(jnp.maximum(amax, np.float32(448 * 2.0**-126)) * numbers.INV_448)
     codes = numbers.encode_e4m3(blocks * numbers.invert_ue8m0(scale)[..., :, None, :, None])
     codes = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).reshape(padded.shape)
     codes = codes[..., :out, :into]
-    return BlockFP8(codes=codes, scale=scale, dtype=dtype, activations=activations)
+    return BlockFP8(codes=codes, scale=scale, dtype=dtype, activations=activations, block=block)
 
 
-def quantize_mxfp4(values: jax.Array, *, dtype: str, activations: str = "fp8") -> MXFP4:
+def quantize_mxfp4(
+    values: jax.Array, *, dtype: str, activations: str = "fp8", row_group: int = FP8_BLOCK
+) -> MXFP4:
     """As the release does; see `quantize_block_fp8`. The number of inputs must be even."""
     groups = numbers.split_groups(values.astype(jnp.float32), MXFP4_GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), np.float32(6 * 2.0**-126))
     scale = numbers.encode_ue8m0(amax * numbers.INV_6)
     codes = numbers.encode_e2m1(groups * numbers.invert_ue8m0(scale)[..., None])
     pairs = numbers.pack_nibbles(numbers.join_groups(codes, values.shape[-1]))
-    return MXFP4.from_stored(pairs, scale, dtype=dtype, activations=activations)
+    return MXFP4.from_stored(
+        pairs, scale, dtype=dtype, activations=activations, row_group=row_group
+    )
 
 
 def _scale_values(scale: jax.Array) -> jax.Array:

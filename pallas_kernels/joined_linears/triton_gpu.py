@@ -45,6 +45,8 @@ def find_obstacle(x: jax.Array, weights: Sequence[Weight]) -> str | None:
     for weight in weights:
         if not is_quantized(weight):
             continue
+        if isinstance(weight, BlockFP8) and weight.block != FP8_BLOCK:
+            return f"takes FP8 scales of {FP8_BLOCK} x {FP8_BLOCK}, got blocks of {weight.block}"
         if not isinstance(weight, BlockFP8) or any(size % FP8_BLOCK for size in weight.shape):
             return f"takes block FP8 of multiples of {FP8_BLOCK} x {FP8_BLOCK}, got {weight.shape}"
         if x.shape[0] > FEW_ROWS:

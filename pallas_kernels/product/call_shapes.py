@@ -10,7 +10,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common.pending import Pending
-from pallas_kernels.common.weights import INPUTS, MXFP4, ROWS, BlockFP8, Weight
+from pallas_kernels.common.weights import (
+    FP8_BLOCK,
+    INPUTS,
+    MXFP4,
+    ROWS,
+    BlockFP8,
+    Weight,
+    takes_rounded_rows,
+)
 from pallas_kernels.gpu import devices
 from pallas_kernels.product.tiling import (
     CONSUMERS,
@@ -134,6 +142,14 @@ def find_obstacle(x: jax.Array | Pending, *weights: Weight) -> str | None:
     if len({_kind_of(weight) for weight in weights}) > 1:
         return "takes weights of one format and one form of activations, got several"
     for weight in weights:
+        if isinstance(weight, BlockFP8) and weight.block != FP8_BLOCK:
+            return f"takes FP8 scales of {FP8_BLOCK} x {FP8_BLOCK}, got blocks of {weight.block}"
+        if (
+            isinstance(weight, MXFP4)
+            and weight.row_group != FP8_BLOCK
+            and takes_rounded_rows(weight)
+        ):
+            return f"rounds rows by {FP8_BLOCK} inputs, got groups of {weight.row_group}"
         # Whole groups of inputs and whole tiles of a consumer; a scale belongs to 128 x 128 codes.
         if isinstance(weight, BlockFP8) and (weight.shape[-1] % INPUTS or weight.shape[-2] % ROWS):
             return f"takes FP8 weights of multiples of {ROWS} x {INPUTS}, got {weight.shape=}"

@@ -101,7 +101,7 @@ def released_tensors(config, *, scales="UE8M0", experts="fp4", dtype=jnp.bfloat1
         else:
             out, into = shape
             tensors[name] = random_fp8(rng, shape).view(ml_dtypes.float8_e4m3fn)
-            blocks = -(-out // 128), -(-into // 128)
+            blocks = -(-out // config.weight_block), -(-into // config.weight_block)
             tensors[scale_name] = random_scale(rng, blocks, scales)
     return tensors
 

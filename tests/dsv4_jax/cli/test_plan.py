@@ -399,3 +399,29 @@ def test_arguments_that_do_not_parse_are_one_line_and_status_2(capsys, arguments
     assert main(["plan", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"dsv4-jax plan: {message}")
+
+
+def test_v41_flash_on_four_cards(plan):
+    """deepseek_v41.md sections 3, 9 and 10: bytes of a card, of a token, and of the host."""
+    _, text = plan("v41-flash", "--gpu", "h200x4")
+    assert "weights: 78.75 GiB, 3 draft stages included" in text
+    assert "a token takes 1,630 bytes in fp8_ue8m0: 4 of 40 layers make entries" in text
+    assert "Engram tables: 202,758,032,400 bytes, 188.83 GiB, of each host's memory" in text
+    assert "a token reads 12.7 KB of them" in text
+    assert re.search(r"requests that fit: \d", text)
+    assert "not there yet: a cache, an engine and drafts for this model" in text
+    assert "files: 96,085 tensors, 510,286,023,000 bytes" in text
+    assert "left out: images: 309 tensors" in text
+    assert "floor of a decode step" not in text
+    by_format = [int(2**20 * float(n.replace(",", ""))) for n in _row(text, "all")]
+    assert sum(by_format) == pytest.approx(78.75 * 2**30, rel=1e-4)
+
+
+def test_v41_flash_does_not_fit_one_card(capsys):
+    assert main(["plan", "v41-flash"]) == 2
+    error = capsys.readouterr().err
+    assert "take --data 1 --model 4, --data 2 --model 2, --data 4 --model 1" in error
+
+
+def _row(text, name):
+    return next(line.split()[1:] for line in text.splitlines() if line.startswith(name + " "))

@@ -39,8 +39,8 @@ def test_a_nested_text_model_is_found(model_type):
 
 def test_another_family_is_refused_however_it_nests():
     contents = {
-        "model_type": "deepseek_v41",
-        "text_config": FLASH | {"model_type": "deepseek_v41_text"},
+        "model_type": "deepseek_v5",
+        "text_config": FLASH | {"model_type": "deepseek_v5_text"},
     }
     with pytest.raises(ValueError, match=re.escape("model_type must be 'deepseek_v4'")):
         DSV4Config.from_hf(contents, text_only=True)

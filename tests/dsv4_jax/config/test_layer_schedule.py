@@ -126,10 +126,12 @@ def test_segments_expand_to_the_schedule(layers):
     for segment in split_into_segments(schedule):
         for copy in range(segment.repeats):
             for spec in segment.pattern:
+                layer_idx = spec.layer_idx + copy * len(segment.pattern)
                 expanded.append(
                     dataclasses.replace(
                         spec,
-                        layer_idx=spec.layer_idx + copy * len(segment.pattern),
+                        layer_idx=layer_idx,
+                        entry_source=layer_idx if spec.makes_entries else None,
                         family_idx=spec.family_idx + copy * segment.family_stride(spec),
                         kind_idx=spec.kind_idx + copy * segment.kind_stride(spec),
                     )

@@ -11,7 +11,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.attention.params import attention_shapes, f32_shape
 from dsv4_jax.attention.projections import output
-from dsv4_jax.config.layer_schedule import layer_schedule
+from dsv4_jax.config.layer_schedule import draft_layer, layer_schedule
 from dsv4_jax.model import forward_draft, forward_streams, param_shapes, quantize_params
 from helpers import capture, configs, oracle, slow, tolerance
 from pallas_kernels.common.weights import (
@@ -248,7 +248,7 @@ def test_the_output_projection_never_rounds_its_rows(groups, rank, activations):
     draw = np.random.default_rng(1).standard_normal
     attn = jax.tree.map(
         lambda shape: jnp.asarray(draw(shape.shape, np.float32) * shape.shape[-1] ** -0.5),
-        attention_shapes(config, ds.AttentionType.SWA, f32_shape),
+        attention_shapes(config, draft_layer(config, 0), f32_shape),
     )
     quantize = functools.partial(quantize_block_fp8, dtype="float32", activations=activations)
     wo_a = jax.jit(quantize)(attn.wo_a)

@@ -1,5 +1,6 @@
 """Quantised weights: what their bytes mean, and that rearranging them loses none."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,8 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels import block_linear
+from pallas_kernels.block_linear import reference
 from pallas_kernels.common import weights
 from pallas_kernels.common.weights import MXFP4, BlockFP8
+from pallas_kernels.joined_linears import triton_gpu
+from pallas_kernels.product import find_obstacle
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float64)
 SIZES = [(64, 128), (1, 2), (48, 64), (65, 130), (3, 200, 96)]
@@ -100,3 +105,57 @@ def test_activations_are_changed_in_every_quantised_weight_of_a_tree():
     assert changed["dense"] is values
     with pytest.raises(ValueError, match="activations must be one of"):
         weights.with_activations(tree, "int8")
+
+
+def test_blocks_of_32_are_decoded_quantised_and_multiplied_by_their_own_scales():
+    """DeepSeek-V4.1: a scale for 32 x 32 codes, and one for 32 inputs of a row."""
+    rng = np.random.default_rng(5)
+    values = rng.normal(size=(70, 160)).astype(np.float32)
+    values *= np.exp2(np.arange(160)[None] // 32 * 7 - 20).astype(np.float32)
+    quantize = functools.partial(weights.quantize_block_fp8, dtype="float32", block=32)
+    weight = jax.jit(quantize)(values)
+    assert weight.scale.shape == (3, 5)
+    scale = 2.0 ** (np.asarray(weight.scale, np.float64) - 127)
+    wide = np.repeat(np.repeat(scale, 32, axis=0)[:70], 32, axis=1)
+    decoded = np.asarray(decode(weight), np.float64)
+    np.testing.assert_array_equal(decoded, np.asarray(weight.codes, np.float64) * wide)
+    worst = np.abs(decoded - values).reshape(70, 5, 32).max((0, 2))
+    assert (worst < 0.07 * np.abs(values).reshape(70, 5, 32).max((0, 2))).all()
+
+    rows = (rng.normal(size=(3, 160)) * np.exp2(20 - 7 * (np.arange(160) // 32))).astype(np.float32)
+    found = jax.jit(reference.block_linear)(
+        rows[None], jax.tree.map(lambda leaf: leaf[None], weight)
+    )
+    groups = rows.astype(np.float64).reshape(3, 5, 32)
+    steps = 2.0 ** np.ceil(np.log2(np.abs(groups).max(-1, keepdims=True) / 448))
+    rounded = (groups / steps).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * steps
+    np.testing.assert_allclose(found[0], rounded.reshape(3, 160) @ decoded.T, atol=1e-4)
+    by_128 = dataclasses.replace(weight, activations="bfloat16")
+    plain = jax.jit(reference.block_linear)(
+        rows[None], jax.tree.map(lambda leaf: leaf[None], by_128)
+    )
+    np.testing.assert_allclose(plain[0], rows.astype(np.float64) @ decoded.T, atol=1e-4)
+
+
+def test_kernels_say_that_they_take_blocks_of_128():
+    x = jax.ShapeDtypeStruct((2, 128), jnp.bfloat16)
+    values = jnp.ones((128, 128))
+    fp8 = weights.quantize_block_fp8(values, dtype="bfloat16", block=32)
+    assert "got blocks of 32" in find_obstacle(x, fp8)
+    assert "got blocks of 32" in triton_gpu.find_obstacle(x, [fp8])
+    fp4 = weights.quantize_mxfp4(values, dtype="bfloat16", row_group=32)
+    assert "got groups of 32" in find_obstacle(x, fp4)
+    for weight in (fp8, fp4):
+        assert weight.row_group == 32
+    assert "groups of 32" not in str(
+        find_obstacle(x, dataclasses.replace(fp4, activations="bfloat16"))
+    )
+
+
+def test_blocks_of_another_size_are_refused():
+    weight = weights.quantize_block_fp8(jnp.ones((64, 64)), dtype="float32", block=32)
+    rows = jnp.ones((1, 64))
+    with pytest.raises(ValueError, match=r"weight\.block must be one of \(128, 32\), got 64"):
+        block_linear(rows, dataclasses.replace(weight, block=64))
+    with pytest.raises(ValueError, match=r"weight\.scale must be uint8 or float32\[1, 1\]"):
+        block_linear(rows, dataclasses.replace(weight, block=128))

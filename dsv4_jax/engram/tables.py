@@ -1,0 +1,104 @@
+"""The Engram tables of a model, and what a token's rows of them hold."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+
+from dsv4_jax import checks
+from dsv4_jax.config.engram import GROUP, EngramConfig
+from dsv4_jax.engram.hashes import hash_rows
+from dsv4_jax.engram.ids import normalize_ids
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EngramTable:
+    """One table; its arrays may be views of mapped files, of which rows are read as they are asked.
+
+    Attributes:
+      values: [rows, head_dim], dense, or E4M3 codes beside a scale.
+      scale: UE8M0 as u8[rows, head_dim / 32], of each row and 32 columns; None of dense values.
+    """
+
+    values: np.ndarray
+    scale: np.ndarray | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return self.values.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    def read(self, rows: np.ndarray | slice) -> np.ndarray:
+        """f32[..., head_dim] of rows i64[...]."""
+        values = self.values[rows].astype(np.float32)
+        if self.scale is None:
+            return values
+        scale = self.scale[rows].view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        return values * np.repeat(scale, GROUP, axis=-1)[..., : values.shape[-1]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EngramTables:
+    """The tables of a model, one for each layer of `EngramConfig.layers`.
+
+    Two of them are equal where they are the same object, so that one may be a static argument.
+
+    Attributes:
+      config: sizes of the tables.
+      normalized: i64[V], of `normalize_ids`.
+      tables: one for each layer.
+      tokenizer_json: what `normalized` was made of, which a saved checkpoint has beside it.
+    """
+
+    config: EngramConfig
+    normalized: np.ndarray
+    tables: tuple[EngramTable, ...]
+    tokenizer_json: str
+
+    @classmethod
+    def make(
+        cls, config: EngramConfig, tokenizer_json: str, tables: tuple[EngramTable, ...]
+    ) -> EngramTables:
+        """Checks that tables and tokenizer are those of the config.
+
+        Raises:
+          ValueError: the tokenizer's texts give another number of normalised ids, which would hash
+            every n-gram to another row; or a table has another shape.
+        """
+        normalized = normalize_ids(tokenizer_json)
+        found = int(normalized.max(initial=-1)) + 1
+        if found != config.num_normalized_ids:
+            raise ValueError(
+                f"the tokenizer must give engram_compressed_vocab_size={config.num_normalized_ids} "
+                f"normalised ids, got {found}; take the tokenizer.json of this model"
+            )
+        wanted = [(rows, config.head_dim) for rows in config.table_rows]
+        shapes = [table.values.shape for table in tables]
+        if shapes != wanted:
+            raise ValueError(f"Engram tables must be of {wanted}, got {shapes}")
+        return cls(config, normalized, tables, tokenizer_json)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tables."""
+        return sum(table.num_bytes for table in self.tables)
+
+    def rows(self, token_ids: np.ndarray) -> np.ndarray:
+        """What every token of whole sequences reads.
+
+        Args:
+          token_ids: i[..., T].
+
+        Returns:
+          f32[..., T, L, width], the rows of each layer beside each other.
+
+        Raises:
+          ValueError: a token has no normalised id.
+        """
+        ids = np.asarray(token_ids)
+        checks.in_range("token_ids", ids, 0, len(self.normalized))
+        hashed = hash_rows(self.config, self.normalized, ids)
+        read = [table.read(hashed[..., n, :]) for n, table in enumerate(self.tables)]
+        return np.stack([rows.reshape(*ids.shape, self.config.width) for rows in read], axis=-2)
