@@ -96,7 +96,7 @@ def compile_step(
     with jax.default_device(device):
         lowered = step.lower(*arguments, **static)
     traced = time.perf_counter()
-    compiled = lowered.compile(compiler_options=ds.runtime.XLA_GPU_FLAGS | _NO_REMATERIALIZATION)
+    compiled = lowered.compile(compiler_options=_NO_REMATERIALIZATION)
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     formats = collections.Counter()
     for _, weight in walk_weights(params):
@@ -226,4 +226,5 @@ def main():
 
 
 if __name__ == "__main__":
+    ds.set_xla_flags()  # not all of them are options of a compilation
     main()

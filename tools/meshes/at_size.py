@@ -109,7 +109,7 @@ def compile_on(
     with jax.default_device(mesh.devices.flat[0]), forbid_fallbacks():
         lowered = step.lower(*arguments, **static)
     traced = time.perf_counter()
-    flags = dict(ds.runtime.XLA_GPU_FLAGS)
+    flags = {}
     if own_kernels:
         flags["xla_gpu_experimental_use_collective_kernels"] = f"COLLECTIVE_KERNEL_{own_kernels}"
     compiled = lowered.compile(compiler_options=flags)
@@ -220,6 +220,7 @@ def main():
     parser.add_argument("--split", action="store_true", help="deal blocks over model")
     parser.add_argument("--peers", action="store_true", help="collectives through peer buffers")
     parser.add_argument("--drafts", type=int, default=0, help="tokens of the draft block")
+    parser.set_defaults(experts=None, dspark=False)  # as the preset has them
     kinds = ("ALL_REDUCE", "ALL_COLLECTIVES")
     parser.add_argument("--own-kernels", default="", choices=kinds, help="of XLA, not of NCCL")
     arguments = parser.parse_args()
@@ -236,4 +237,5 @@ def main():
 
 
 if __name__ == "__main__":
+    ds.set_xla_flags()  # not all of them are options of a compilation
     main()
