@@ -69,6 +69,10 @@ class StepTimes:
             error = middle(own)
         return error * self._base(load) + self._reach(load)
 
+    def by_arithmetic(self, load: CallLoad) -> float:
+        """Seconds whatever was measured; beside others of its kind they say which is longer."""
+        return self._base(load) + self._reach(load)
+
     def learn(self, load: CallLoad, seconds: float) -> None:
         """A step took so long."""
         errors = self._errors.setdefault(_Kind.of(load), collections.deque(maxlen=KEPT))

@@ -15,7 +15,7 @@ from dsv4_jax.serving.schedule.scheduler import RowNeed, RowPlan, StepRows, plan
 from helpers.simulated_device import FLASH
 
 SIZES = (64, 256, 1024, 8192)
-HELD = np.zeros(128, np.int32)
+HELD = np.zeros(64, np.int32)
 
 
 def make(max_step_ms, sizes=SIZES, plain_size=32, *, is_given=True):
@@ -26,6 +26,7 @@ def make(max_step_ms, sizes=SIZES, plain_size=32, *, is_given=True):
         max_step_s=max_step_ms / 1e3,
         step_sizes=sizes,
         plain_size=plain_size,
+        pools=types.SimpleNamespace(max_requests=64),
         mesh=None,
     )
     return Pace(plan, Metrics())
@@ -54,15 +55,31 @@ def test_a_prompt_that_fits_takes_no_larger_step_than_it_needs():
     assert chosen(make(6e5), 1, 100).size == 256
 
 
-def test_a_shape_that_would_be_half_empty_gives_way_to_one_that_reads_more_in_a_second():
-    plan = chosen(make(80), 1, 300)
+def test_a_shape_that_would_be_half_empty_gives_way_to_smaller_ones():
+    plan = chosen(make(80), 1, 278)
     assert (plan.size, tokens(plan)) == (256, {0: 1, 1: 255})
+    assert chosen(make(80), 1, 23).size == 64  # the rest
+    assert chosen(make(80), 1, 200).size == 256
+    assert chosen(make(80), 100).size == 256  # alone, and not 64 and 64
     assert chosen(make(80), 1, 900).size == 1024
     assert chosen(make(80), 1100).size == 1024  # alone
     assert chosen(make(80), 7000).size == 8192
-    assert chosen(make(80), *[1] * 100, 300).size == 1024  # 256 leave too little to prompts
+    assert chosen(make(80), *[1] * 40, 30).size == 256  # 64 leave too little to prompts
     for pending in ((1, 300), (1, 900), (1100,)):
         assert chosen(make(np.inf), *pending).size >= sum(pending)  # without a bound
+
+
+@pytest.mark.parametrize("pending", [100, 300, 450, 1100, 3000, 9000])
+def test_a_request_without_company_has_the_same_shapes_whatever_steps_took(pending):
+    sizes = set()
+    for slow in (1, 30, 1000):  # times as long as the other sizes
+        pace = make(80)
+        for size in SIZES:
+            for _ in range(3):
+                seconds = pace.times.by_arithmetic(CallLoad(size, size, 0.0))
+                pace.times.learn(CallLoad(size, size, 0.0), seconds * (slow if size > 64 else 1))
+        sizes.add(chosen(pace, pending).size)
+    assert len(sizes) == 1
 
 
 def test_half_of_a_step_is_left_to_prompts_however_long_it_takes():
@@ -87,8 +104,10 @@ def test_a_short_prompt_does_not_wait_for_a_step_of_long_ones():
 
 
 def test_a_data_shard_that_decodes_bounds_the_step_of_all():
-    needs = [[RowNeed(0, 30_000, 0)], [RowNeed(32, 1, 0)]]
-    assert make(80).choose(needs, HELD).size == 1024
+    needs = [[RowNeed(0, 30_000, 0)], [RowNeed(64, 1, 0)]]
+    assert make(80).choose(needs, np.zeros(128, np.int32)).size == 1024
+    needs = [[RowNeed(0, 200, 0)], [RowNeed(64, 1, 0), RowNeed(65, 150, 0)]]
+    assert make(80).choose(needs, np.zeros(128, np.int32)).size == 256
 
 
 def test_with_one_size_or_without_a_bound_times_decide_nothing():
