@@ -43,6 +43,8 @@ def calls_of_a_step(engine):
         engine.step()
     finally:
         sys.setprofile(None)
+    # Where other engines ran before, jax may compare two keys of programs in one look-up.
+    calls.pop("__create_fn__.<locals>.__eq__", None)
     return calls
 
 
