@@ -191,7 +191,8 @@ SERVING_ROOMS = {
     "loop": {"metrics", "sizing", "requests", "schedule", "device"},
     "engine_core": {"metrics", "sizing", "requests", "schedule", "device", "loop"},
     "engine_state": {"metrics", "requests", "engine_core"},
-    "engine": {"options", "sizing", "requests", "engine_core"},
+    "hand_over": {"requests", "device", "loop"},
+    "engine": {"options", "sizing", "requests", "device", "engine_core", "hand_over"},
     "asynchronous": {"metrics", "requests", "engine_core", "engine_state", "engine"},
 }
 """Rooms and files of `serving`, and what each imports of the others."""

@@ -66,7 +66,12 @@ class DataShards:
             manager.length_tokens[own[mine]] += num_tokens[mine]
 
     def choose(
-        self, max_tokens: int, token_ids: np.ndarray, salt: bytes, *, spare_blocks: Sequence[int]
+        self,
+        max_tokens: int,
+        token_ids: np.ndarray | None,
+        salt: bytes,
+        *,
+        spare_blocks: Sequence[int],
     ) -> int | None:
         """The shard that takes a request now, None if none can.
 
@@ -75,7 +80,7 @@ class DataShards:
 
         Args:
           max_tokens: the most tokens that the request will hold until `extend`.
-          token_ids: i32[n], its prompt.
+          token_ids: i32[n], its prompt; None shares no prefix.
           salt: as in `KVCacheManager.admit`.
           spare_blocks: blocks that must stay free, of each shard.
 
@@ -97,7 +102,7 @@ class DataShards:
 
         return max(fitting, key=room)
 
-    def admit(self, shard: int, max_tokens: int, token_ids: np.ndarray, salt: bytes) -> int:
+    def admit(self, shard: int, max_tokens: int, token_ids: np.ndarray | None, salt: bytes) -> int:
         """`KVCacheManager.admit` on a shard; the slot's number among all."""
         own = self.managers[shard].admit(max_tokens, token_ids, salt)
         return shard * self._num_slots + own

@@ -14,12 +14,15 @@ A request on its way, and the room or file that does it:
 6. `Engine.step` returns the tokens (`requests/step_tokens.py`), a `TokenStream` gives those of some
    requests, and `asynchronous/` those of each to its own coroutine.
 
+`hand_over.py` takes a request with its cache out of an engine, as a value, and brings it to one.
+
 Beside that, `metrics/` counts, `engine_state.py` shows what an engine holds, `options.py` has what
 it is built with, and `sizing.py` what that comes to. Each imports only what stands to its left, as
 `tests/test_layout.py` holds:
 
     options  <-  sizing
     metrics, sizing, requests  <-  schedule  <-  device  <-  loop  <-  engine_core
+    loop  <-  hand_over  <-  engine
     engine_core  <-  engine_state, engine  <-  asynchronous
 """
 
@@ -36,6 +39,7 @@ from dsv4_jax.serving.metrics.histogram import Histogram
 from dsv4_jax.serving.metrics.metrics import Metrics
 from dsv4_jax.serving.metrics.prometheus import MetricsCollector
 from dsv4_jax.serving.options import EngineOptions
+from dsv4_jax.serving.requests.cached_request import CachedRequest
 from dsv4_jax.serving.requests.request import Completion, Token, TokenLogprobs
 from dsv4_jax.serving.requests.token_stream import TokenStream
 from dsv4_jax.step.grammar import Grammar
@@ -44,6 +48,7 @@ __all__ = [
     "AsyncEngine",
     "AsyncStream",
     "CacheError",
+    "CachedRequest",
     "Completion",
     "Engine",
     "EngineClosedError",

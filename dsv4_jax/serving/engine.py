@@ -24,8 +24,11 @@ from dsv4_jax.model.params import DSV4Params, unstack_layers
 from dsv4_jax.model.shardings import param_shardings
 from dsv4_jax.model.weight_forms import STORED
 from dsv4_jax.peers import make_peer_buffers
+from dsv4_jax.serving.device.request_rows import check_rows, engine_shape
 from dsv4_jax.serving.engine_core import EngineCore
+from dsv4_jax.serving.hand_over import bring_back, take_cached
 from dsv4_jax.serving.options import EngineOptions
+from dsv4_jax.serving.requests.cached_request import CachedRequest
 from dsv4_jax.serving.requests.calls import exclusive_as, refuse_if_busy, refuse_if_held
 from dsv4_jax.serving.requests.prompts import CheckedRequest, list_prompts
 from dsv4_jax.serving.requests.request import Completion
@@ -229,6 +232,70 @@ class Engine(EngineCore):
         requests = self._submit_all(samples, are_samples=len(asked.token_ids) > 1)
         return [request.request_id for request in requests]
 
+    @exclusive_as("snapshot was called")
+    def snapshot(self, request_id: int) -> CachedRequest:
+        """An unfinished request and its cache, as a value that `restore` goes on from.
+
+        The request itself goes on here too; `cancel` it if it shall not. Of a running one the call
+        waits for the step in flight, whose tokens are part of the value and still come with the
+        next `step`, and for the copy to the host. Of one that waits the value has tokens alone,
+        which are computed again.
+
+        Args:
+          request_id: an unfinished request.
+
+        Raises:
+          ValueError: there is no such unfinished request.
+          NotImplementedError: the mesh spans several processes.
+        """
+        request = self._find(request_id)
+        if request is None or request.finish_reason is not None:
+            raise ValueError(f"request_id must be of an unfinished request, got {request_id}")
+        self._check_one_process("snapshot")
+        with self._undo:
+            return take_cached(self.loop, request, engine_shape(self.plan))
+
+    @exclusive_as("restore was called")
+    def restore(self, cached: CachedRequest) -> int:
+        """Queues a request that `snapshot` gave, here or in another engine of the same shape.
+
+        It gets a slot in its turn, with what it holds, and nothing is computed again. Its answer is
+        to the bit what it had been where it came from, if the engines have the same weights and
+        sizes of steps. `stream` and `completion` give it as those of a fork: what the first one's
+        caller had got, and what this one's stream gives, make up the completion. A value can be
+        restored more than once.
+
+        Args:
+          cached: the request.
+
+        Returns:
+          Its id here.
+
+        Raises:
+          ValueError: it is of an engine with another config, cache format, mesh or form of
+            activations, or does not fit this one; nothing was queued.
+          NotImplementedError: the mesh spans several processes.
+        """
+        checks.instance("cached", cached, CachedRequest)
+        self._check_one_process("restore")
+        cached.check_engine(engine_shape(self.plan))
+        if cached.rows is not None:
+            check_rows(self.loop.runner.devices, cached.rows, self.plan.pools.block_tokens)
+        settings = cached.sampling, cached.salt, cached.speculate
+        asked = self.limits.check_request(cached.prompt, *settings, {})
+        for name, ids in (("token_ids", cached.drawn), ("drafts", np.array(cached.drafts, int))):
+            checks.in_range(name, ids, 0, self.config.vocab_size)
+        request = bring_back(cached, asked, self._next_id, self.loop.clock(), self.loop.texts)
+        request.drafts = request.drafts[: self.plan.draft_tokens]
+        with self._undo:
+            self._register(request)
+            self.metrics.prompt_tokens += request.prompt_tokens
+            if request.finish_reason is None:
+                self.loop.enqueue(request)
+            else:
+                self.loop.end(request)
+            return request.request_id
+
     def stream(self, *request_ids: int) -> TokenStream:
         """Tokens of submitted requests as they are drawn, until all have ended.
 
@@ -292,6 +359,13 @@ class Engine(EngineCore):
             for request in requests:
                 self.cancel(request.request_id)
                 self.requests.pop(request.request_id, None)
+
+    def _check_one_process(self, name: str) -> None:
+        if self._hosts is not None:
+            raise NotImplementedError(
+                f"{name} needs all devices of the mesh in one process, got {self._hosts.count}; "
+                "submit the request's tokens anew instead"
+            )
 
     @exclusive_as("generate was called")
     def _serve_unread(self) -> None:

@@ -12,9 +12,11 @@ from dsv4_jax.allocator.manager import KVCacheManager
 from dsv4_jax.allocator.seals import Seals
 from dsv4_jax.allocator.verify import Report, verify_scan
 from dsv4_jax.serving.device.hand_out import HandOut
+from dsv4_jax.serving.device.request_rows import put_request
 from dsv4_jax.serving.device.runner import StepRunner
 from dsv4_jax.serving.device.step_result import StepResult
 from dsv4_jax.serving.metrics.metrics import Gauges, Metrics, idle_gauges, shard_gauges
+from dsv4_jax.serving.requests.cached_rows import CachedRows
 from dsv4_jax.serving.requests.calls import UndoLog
 from dsv4_jax.serving.requests.request import DrawError, Request, Token
 from dsv4_jax.serving.requests.token_texts import TokenTexts
@@ -23,7 +25,7 @@ from dsv4_jax.serving.schedule.flight import Flight, Outlook, look
 from dsv4_jax.serving.schedule.pace import Pace
 from dsv4_jax.serving.schedule.request_queue import RequestQueue
 from dsv4_jax.serving.schedule.running import Running
-from dsv4_jax.serving.schedule.step_boundaries import find_crossed, find_reached
+from dsv4_jax.serving.schedule.step_boundaries import find_crossed, find_reached, keep_written
 from dsv4_jax.serving.schedule.step_plans import make_plan
 from dsv4_jax.serving.sizing import EnginePlan
 
@@ -51,6 +53,7 @@ class ServingLoop:
       metrics: counters.
       flight: the step that was launched and not handed out; None if there is none.
       clock: gives seconds.
+      texts: of tokens, if there is a tokenizer.
       pace: how long steps may take, and how long they take.
       alone: the one request that the step in progress serves, or the last one did; None is all.
     """
@@ -80,7 +83,7 @@ class ServingLoop:
         self.clock = clock
         self.pace = Pace(plan, metrics)
         self._plan, self._options = plan, plan.options
-        self._texts = texts
+        self.texts = texts
         self._undo = undo
         self._seals: Seals | tuple[Seals, ...] | None = None
         self._evicted_before = (0, 0)
@@ -93,6 +96,7 @@ class ServingLoop:
             metrics=metrics,
             undo=undo,
             clock=clock,
+            bring=self._bring,
         )
 
     @property
@@ -209,6 +213,12 @@ class ServingLoop:
         ]
         return DataShards(managers)
 
+    def _bring(self, slot: int, rows: CachedRows) -> None:
+        """Gives a slot the rows that its request came with, before anybody can copy from it."""
+        flight = self.flight
+        self.runner.apply(self.shards, () if flight is None else flight.slots)
+        put_request(self.runner.devices, self.shards, slot, rows)
+
     def _launch_known(self) -> Flight[StepResult] | None:
         """Launches a step of which the host knows every token; None if nobody runs.
 
@@ -295,7 +305,7 @@ class ServingLoop:
         self.metrics.steps += flight.plan.num_steps
         self.metrics.step_calls += 1
         self._count(flight, result)
-        self._keep(flight, following)
+        self.metrics.snapshots += keep_written(flight, following, self.queue.shards)
         flight.result = result
 
     def _give(self, flight: Flight[StepResult]) -> Sequence[Token]:
@@ -310,7 +320,7 @@ class ServingLoop:
             if request.num_returned is None:
                 self._undo.save(request)
                 request.num_returned = request.num_drawn
-        tokens = hand_out.run(self._texts)
+        tokens = hand_out.run(self.texts)
         if self.flight is None and self._options.draft_tokens:
             drafts = result.draft_token_ids[slots].tolist()
             for request, its_drafts in zip(hand_out.requests, drafts, strict=True):
@@ -339,27 +349,6 @@ class ServingLoop:
                 token_ids = np.concatenate([token_ids, result.token_ids[request.slot, :more]])
             manager, own = shards.of(request.slot)
             manager.share(own, token_ids)
-
-    def _keep(self, flight: Flight, next_flight: Flight | None) -> None:
-        """Snapshots that a step has written, for who comes after; others' places are free.
-
-        A place that the next step may write too is left to it until the boundary is behind.
-        """
-        if not flight.boundaries:
-            return
-        following = next_flight.boundaries if next_flight is not None else []
-        alive, shards = set(flight.slots.tolist()), self.queue.shards
-        for boundary in flight.boundaries:
-            manager, own = shards.of(boundary.slot)
-            is_alive = boundary.slot in alive
-            if is_alive and boundary.end <= int(manager.length_tokens[own]):
-                kept = manager.prefixes.keep_snapshot(own, boundary.end, boundary.place)
-                self.metrics.snapshots += kept
-                if boundary in following:
-                    following.remove(boundary)
-            elif boundary not in following:
-                manager.prefixes.drop_snapshot(boundary.place)
-        flight.boundaries = []
 
     def _forget(self, request: Request) -> None:
         """A request leaves its slot: nobody waits for its row of the step in flight."""

@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 
+from dsv4_jax.serving.requests.cached_request import CachedRequest
 from helpers.schedules import assert_same_bytes
 from helpers.serving import drain, limit, make_engine, prompt, rows_at, rows_of, run_to_end
 
@@ -90,6 +91,22 @@ class Life:
         self.texts[new] = (known, options | {"seed": seed, "max_new_tokens": left})
         assert text == known[: len(text)]
         return True
+
+    def move(self, target):
+        """A request goes to a life, this one or another, as bytes; here it is mostly cancelled.
+
+        Whether it had something in the cache.
+        """
+        unfinished = self.unfinished()
+        if not unfinished:
+            return False
+        request_id = unfinished[self.rng.integers(0, len(unfinished))]
+        cached = CachedRequest.from_bytes(self.engine.snapshot(request_id).to_bytes())
+        if self.rng.random() < 0.8:
+            self.engine.cancel(request_id)
+            self.cancelled.add(request_id)
+        target.texts[target.engine.restore(cached)] = self.texts[request_id]
+        return cached.rows is not None
 
     def look(self, request_id):
         """Every byte that a running request could read."""

@@ -131,6 +131,7 @@ def of_engine(engine, request_id):
         Target("Engine.fork", engine.fork, id_named | {"seed": 1},
                request | {"seed": SAMPLING["seed"]}),
         Target("Engine.cancel", engine.cancel, id_named, request),
+        Target("Engine.snapshot", engine.snapshot, id_named, request),
         Target("Engine.preempt", engine.preempt, id_named, request),
         Target("Engine.completion", engine.completion, id_named, request),
         Target(

@@ -29,6 +29,7 @@ def add_arguments(parser):
     parser.add_argument("--everywhere", action="store_true", help="damage to every array")
     parser.add_argument("--alone", action="store_true", help="greedy tokens of one device too")
     parser.add_argument("--split", action="store_true", help="deal blocks over model")
+    parser.add_argument("--moves", action="store_true", help="requests leave, and come again")
     parser.add_argument("--small", action="store_true", help="one layer, no drafts")
 
 
@@ -67,15 +68,17 @@ def greedy(engine, *, together=True):
     return [one.token_ids for call in calls for one in engine.generate(call, **options)]
 
 
-def lives(mesh, plain, *, seeds, events, scarce):
+def lives(mesh, plain, *, seeds, events, scarce, moves=False):
     """What happened in random lives, and on which data shards requests ran."""
     counts = []
     for seed in seeds:
         few = {"num_blocks": FEW_BLOCKS, "num_snapshots": FEW_SNAPSHOTS}
         engine = _scarce_engine(mesh, few) if scarce else engine_on(mesh, debug=True)
-        life, most = Life(engine, seed, plain), [0] * mesh.shape["data"]
-        for _ in range(events):
+        life, most, moved = Life(engine, seed, plain), [0] * mesh.shape["data"], 0
+        for number in range(events):
             life.event()
+            if moves and number % 5 == 0:
+                moved += life.move(life)
             now = [shard.running for shard in engine.metrics.data_shards]
             most = [max(pair) for pair in zip(most, now, strict=True)]
             check_metrics(engine)
@@ -83,7 +86,7 @@ def lives(mesh, plain, *, seeds, events, scarce):
         metrics = engine.metrics
         names = ("hit_tokens", "accepted_tokens", "preempted", "evicted_blocks", "snapshots")
         counts.append(life.counts | {name: getattr(metrics, name) for name in names})
-        counts[-1]["most_running"] = most
+        counts[-1] |= {"most_running": most, "moved": moved}
     return counts
 
 
@@ -227,7 +230,7 @@ def check(name, arguments):
     plain = serving.limit(engine_on(mesh, overlap=False), num_snapshots=0)
     found = {"greedy": greedy(serving.limit(engine_on(mesh), num_snapshots=0)), "lives": []}
     if arguments.events:
-        kinds = {"seeds": arguments.seeds, "events": arguments.events}
+        kinds = {"seeds": arguments.seeds, "events": arguments.events, "moves": arguments.moves}
         found["lives"] = lives(mesh, plain, scarce=arguments.scarce, **kinds)
     if arguments.scarce:
         found["outgrown"] = outgrow(mesh, plain)

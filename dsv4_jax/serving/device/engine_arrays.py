@@ -25,6 +25,7 @@ from dsv4_jax.allocator.pool_plan import PoolPlan
 from dsv4_jax.allocator.verify import scan_cache
 from dsv4_jax.cache.empty_cache import init_cache
 from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.packed_rows import pack_rows, row_bytes, unpack_rows
 from dsv4_jax.cache.schema import FormatName
 from dsv4_jax.cache.slot_changes import SlotChanges, jit_apply_changes, set_tables
 from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, init_snapshot_store
@@ -215,6 +216,35 @@ class EngineArrays:
         """`save_reached`."""
         step_input, plan = put(step_input, self._plan.mesh), put(plan, self._plan.mesh)
         self.store = jit_save_reached(self.store, self.cache, step_input, plan)
+
+    def bytes_of_row(self, of: str) -> int:
+        """Bytes of a row of "slots", "blocks" or "snapshots"; see `pack_rows`."""
+        return row_bytes(self._pools(of))
+
+    def take_rows(self, of: str, rows: np.ndarray) -> jax.Array:
+        """`pack_rows` of "slots", "blocks" or "snapshots", of one process's devices.
+
+        Rows are numbered through all data shards.
+        """
+        packed = pack_rows(self._pools(of), rows)
+        if self._waits:
+            jax.block_until_ready(packed)
+        return packed
+
+    def put_rows(self, of: str, rows: np.ndarray, packed: np.ndarray | jax.Array) -> None:
+        """`unpack_rows`, of the same."""
+        pools = unpack_rows(self._pools(of), rows, packed)
+        if of == "snapshots":
+            self.store = pools
+        else:
+            name = "state" if of == "slots" else "paged"
+            self.cache = dataclasses.replace(self.cache, **{name: pools})
+        if self._waits:
+            jax.block_until_ready(pools)
+
+    def _pools(self, of: str) -> Any:
+        pools = {"slots": self.cache.state, "blocks": self.cache.paged, "snapshots": self.store}
+        return pools[of]
 
     @every_process
     def scan(self) -> dict[str, Any]:

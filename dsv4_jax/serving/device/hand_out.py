@@ -175,7 +175,7 @@ class HandOut:
     def _add_alone(self, row: int, drawn: list[int], texts: TokenTexts | None) -> list[Token]:
         """Adds a request's drawn tokens; what that raises ends this request alone."""
         request, tokens = self.requests[row], []
-        logprobs = _logprobs_of(request, int(self._slots[row]), self._result, len(drawn))
+        logprobs = logprobs_of(request, int(self._slots[row]), self._result, len(drawn))
         tokenizer = None if texts is None else texts.tokenizer
         for token_id, its_logprobs in zip(drawn, logprobs, strict=True):
             try:
@@ -189,7 +189,7 @@ class HandOut:
         return tokens
 
 
-def _logprobs_of(
+def logprobs_of(
     request: Request, slot: int, result: StepResult, num_drawn: int
 ) -> Sequence[TokenLogprobs | None]:
     """Of each token that a step drew for a request; None where it asks for none."""

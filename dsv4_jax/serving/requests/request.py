@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
+from dsv4_jax.serving.requests.cached_rows import CachedRows
 from dsv4_jax.serving.requests.text import TextState, find_stop, hold_back
 from dsv4_jax.serving.requests.token_texts import TokenTexts
 from dsv4_jax.step.sampling import SamplingParams
@@ -101,6 +102,7 @@ class Request:
         of `KnownTokens`, as `num_known` is.
       slot: -1 while it waits.
       drafts: guesses at what follows the known tokens.
+      cached: what its cache holds, as it came with `Engine.restore`, until it first gets a slot.
       next_boundary: end of the known shared prefix at admission, worth a snapshot; 0 if none.
       snapshot_spacing: blocks between kept boundaries of the prompt.
       finish_reason: None while it is on its way.
@@ -139,6 +141,7 @@ class Request:
         self._num_known_in_slot: np.ndarray | None = None
         self.slot = -1
         self.drafts: list[int] = []
+        self.cached: CachedRows | None = None
         self.next_boundary = 0
         self.snapshot_spacing = 1
         self.finish_reason: str | None = None

@@ -11,6 +11,7 @@ import numpy as np
 from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.manager import NoRoomError
 from dsv4_jax.serving.metrics.metrics import Metrics
+from dsv4_jax.serving.requests.cached_rows import CachedRows
 from dsv4_jax.serving.requests.calls import UndoLog
 from dsv4_jax.serving.requests.request import Request
 from dsv4_jax.serving.schedule.known_tokens import KnownTokens
@@ -36,6 +37,7 @@ class RequestQueue:
         metrics: Metrics,
         undo: UndoLog,
         clock: Callable[[], float] = time.perf_counter,
+        bring: Callable[[int, CachedRows], None] = lambda slot, rows: None,
     ) -> None:
         """Starts without requests.
 
@@ -45,6 +47,8 @@ class RequestQueue:
           metrics: counts admissions and preemptions.
           undo: where the change in progress saves what it changes of requests.
           clock: seconds, of when requests are admitted.
+          bring: gives a slot the rows that a request came with; the devices run that after all
+            that was launched before.
         """
         self.shards = shards
         self.waiting: list[Request] = []
@@ -53,6 +57,7 @@ class RequestQueue:
         self._metrics = metrics
         self._undo = undo
         self.clock = clock
+        self._bring = bring
         self._table: Running | None = None
         num_slots = len(shards.length_tokens)
         self._known = KnownTokens(num_slots, shards.managers[0].plan.max_context_tokens)
@@ -140,12 +145,16 @@ class RequestQueue:
             if request is None:
                 break
             wanted = self._wanted_tokens(request)
-            prefix = (request.known, request.salt)
+            prefix = (None if request.cached else request.known, request.salt)
             spare = [len(self.by_age(shard)) for shard in range(len(self.shards.managers))]
             shard = self.shards.choose(wanted, *prefix, spare_blocks=spare)
             if shard is None:
                 break
-            known_tokens = self.shards.managers[shard].prefixes.known_tokens(*prefix)
+            if request.cached is not None:
+                self._settle(request, self.shards.admit(shard, wanted, *prefix), request.cached)
+                continue
+            prefixes = self.shards.managers[shard].prefixes
+            known_tokens = prefixes.known_tokens(request.known, request.salt)
             slot = self.shards.admit(shard, wanted, *prefix)
             hit = self.shards.length_of(slot)
             self.waiting.remove(request)
@@ -156,6 +165,17 @@ class RequestQueue:
             self._metrics.prefix_misses += hit == 0
         if only is None:
             self._fork_samples()
+
+    def _settle(self, request: Request, slot: int, rows: CachedRows) -> None:
+        """A request that came with its cache goes on in a slot, whose blocks others may share."""
+        manager, own = self.shards.of(slot)
+        manager.advance(own, rows.length_tokens)
+        self.waiting.remove(request)
+        self._start(request, slot, rows.length_tokens)
+        request.cached = None
+        plan_request(request, self.shards, 0)
+        self._bring(slot, rows)
+        manager.share(own, request.known)
 
     def reserve(self) -> None:
         """Blocks for what the next step appends.

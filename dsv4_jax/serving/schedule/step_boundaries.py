@@ -65,3 +65,33 @@ def find_reached(
         request, end = outlook.running.requests[places[row]], int(ends[row])
         boundaries += take_boundaries(request, shards, end - 1, end)
     return boundaries
+
+
+def keep_written(flight: Flight, next_flight: Flight | None, shards: DataShards) -> int:
+    """Snapshots that a step has written, for who comes after; others' places are free.
+
+    A place that the next step may write too is left to it until the boundary is behind.
+
+    Args:
+      flight: the step, counted.
+      next_flight: the step that was launched behind it, or None.
+      shards: the cache's managers.
+
+    Returns:
+      How many are kept.
+    """
+    if not flight.boundaries:
+        return 0
+    following = next_flight.boundaries if next_flight is not None else []
+    alive, num_kept = set(flight.slots.tolist()), 0
+    for boundary in flight.boundaries:
+        manager, own = shards.of(boundary.slot)
+        is_alive = boundary.slot in alive
+        if is_alive and boundary.end <= int(manager.length_tokens[own]):
+            num_kept += manager.prefixes.keep_snapshot(own, boundary.end, boundary.place)
+            if boundary in following:
+                following.remove(boundary)
+        elif boundary not in following:
+            manager.prefixes.drop_snapshot(boundary.place)
+    flight.boundaries = []
+    return num_kept

@@ -31,6 +31,15 @@ def test_a_short_life_on_two_data_shards_of_two_devices():
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "options"), [("2x1", ()), ("2x2", ()), ("2x2", ("--split",))])
+def test_requests_that_leave_a_mesh_come_to_any_of_its_shards(mesh, options):
+    """Rows of replicated and of split caches, from all devices and back to them."""
+    found = on_cpus.run("engine", mesh, "--events", "50", "--moves", "--small", *options)[mesh]
+    (life,) = found["lives"]
+    assert life["moved"] > 3
+
+
 @pytest.fixture(scope="module")
 def long_lives():
     """With drafts, snapshots and every type of layer; by mesh, and tokens of one device."""
