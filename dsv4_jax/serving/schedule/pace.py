@@ -31,7 +31,7 @@ import numpy as np
 from dsv4_jax.serving.metrics.metrics import Metrics, count_compiles
 from dsv4_jax.serving.schedule.call_load import CallLoad
 from dsv4_jax.serving.schedule.flight import Flight
-from dsv4_jax.serving.schedule.scheduler import RowNeed, StepPlan, plan_shards
+from dsv4_jax.serving.schedule.scheduler import RowNeed, StepPlan, StepRows, plan_shards
 from dsv4_jax.serving.schedule.step_times import KEPT, StepTimes, middle
 from dsv4_jax.serving.sizing import EnginePlan
 
@@ -170,10 +170,10 @@ class Pace:
         shards = len(lengths) // self._slots
         if whole.tokens >= plan.size * shards:
             return False
-        if decoding := int(np.count_nonzero(plan.rows.num_tokens == 1)):
-            seconds = self.times.predict
-            rate = (whole.tokens - decoding) / seconds(whole)
-            return (part.tokens - decoding) / seconds(part) > rate
+        if (plan.rows.num_tokens == 1).any():
+            rates = [_prompt_tokens(one.rows) / self.times.predict(load)
+                     for one, load in ((small, part), (plan, whole))]  # fmt: skip
+            return rates[0] > rates[1]
         seconds = self.times.by_arithmetic
         steps, rest = divmod(whole.tokens, part.tokens)
         total = steps * seconds(part)
@@ -193,6 +193,11 @@ class Pace:
             self._refused[plan.size] = 0
             self.times.doubt(load)
         return False
+
+
+def _prompt_tokens(rows: StepRows) -> int:
+    """Tokens of rows that only prompts have; neither drafts nor a decoding row's token."""
+    return int(rows.num_tokens[rows.num_tokens > 1].sum())
 
 
 def _ends_before_others(small: StepPlan, large: StepPlan) -> bool:
