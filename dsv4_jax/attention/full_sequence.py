@@ -23,40 +23,45 @@ from dsv4_jax.attention.projections import (
 )
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.attention.selection import Selection, Selector, select, select_by_score
+from dsv4_jax.attention.shared_entries import Shared, choose_candidates, make_entries
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.layer_schedule import LayerSpec
 from dsv4_jax.config.layer_types import AttentionType
 from pallas_kernels.common.formats import CacheFormat
 from pallas_kernels.common.norm_rope import rotate
 from pallas_kernels.index_scores.reference import index_scores
 from pallas_kernels.sparse_attention.reference import attend
 
+NOTHING = Shared()
+"""Of the first layer."""
+
 
 def attend_full_sequence(
     params: AttentionParams,
     x: jax.Array,
-    attn: AttentionType,
+    spec: LayerSpec,
     config: DSV4Config,
     fmt: CacheFormat,
     selector: Selector = select_by_score,
-    reused: jax.Array | None = None,
-) -> tuple[jax.Array | None, Output]:
+    shared: Shared = NOTHING,
+) -> tuple[Shared, Output]:
     """One attention sublayer over tokens 0 .. T - 1.
 
     Args:
       params: parameters of the layer.
       x: [B, T, D], normed.
-      attn: type of the layer.
+      spec: the layer: what it makes, and what it reads of others.
       config: the model.
       fmt: rounds what a cache of that format would round.
       selector: picks the entries of CSA layers.
-      reused: bool[B, T, E], entries that an earlier CSA layer selected for this one; None selects.
+      shared: what earlier layers left.
 
     Returns:
-      bool[B, T, E], the entries that a CSA layer selected, None of other layers; and [B, T, D].
+      What is left for later layers, and [B, T, D].
 
-    Source: deepseek_v4.md sections 1.3, 2 and 3.
+    Source: deepseek_v4.md sections 1.3, 2 and 3, and deepseek_v41.md sections 6 and 7.
     """
-    frequencies = rope_frequencies(config, attn)
+    frequencies = rope_frequencies(config, spec.attn)
     tokens = jnp.arange(x.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(tokens[None], x.shape[:2])
     latent, kv = project_input(params, x, config)
@@ -66,20 +71,25 @@ def attend_full_sequence(
     )
     age = tokens[:, None] - tokens[None]
     keys, valid = [window], [(age >= 0) & (age < config.sliding_window)]
-    if attn != AttentionType.SWA:
-        compressor = params.compressor
-        assert compressor is not None
-        entries = compress_sequence(compressor, x, frequencies, attn, config)
-        entries = fmt.round_entry(checkpoint_name(entries, "comp/entries"), config.rope_dim)
-        visible = (tokens + 1) // config.compression_ratio(attn)
+    if spec.attn != AttentionType.SWA:
+        if spec.makes_entries:
+            made = _make_entries(params, x, spec, frequencies, config, fmt)
+            shared = shared._replace(compressed=made[0], keys=made[1])
+        assert shared.compressed is not None
+        entries = shared.compressed
+        visible = (tokens + 1) // spec.ratio
         mask = jnp.arange(entries.shape[1])[None] < visible[:, None]
-        if attn == AttentionType.CSA:
-            if reused is None:
-                scores = _scores(params, x, latent, positions, frequencies, config, fmt)
+        if spec.attn == AttentionType.CSA:
+            if spec.makes_selection:
+                assert shared.keys is not None
+                scores = _scores(
+                    params, x, latent, positions, frequencies, config, fmt, shared.keys
+                )
                 seen = jnp.broadcast_to(visible[None], x.shape[:2])
                 selection = Selection(scores, seen, positions, config.indexer_top_k, q, entries)
-                reused = select(selector, selection, config.idea.max_selected)
-            mask = mask[None] & reused
+                shared = _select(selection, spec, config, selector, shared)
+            assert shared.selected is not None
+            mask = mask[None] & shared.selected
         keys.append(entries)
         valid.append(mask)
     batch = x.shape[0]
@@ -92,7 +102,57 @@ def attend_full_sequence(
         scale=config.head_dim**-0.5,
     )
     attended = inverse_rope(attended.astype(x.dtype), positions, frequencies)
-    return reused, output(params, attended, config)
+    return shared, output(params, attended, config)
+
+
+def _make_entries(
+    params: AttentionParams,
+    x: jax.Array,
+    spec: LayerSpec,
+    frequencies: jax.Array,
+    config: DSV4Config,
+    fmt: CacheFormat,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Entries [B, E, C] and index keys [B, E, IC] as a cache gives them back; HCA has no keys."""
+    keys = None
+    if spec.shares:
+        assert params.source is not None
+        entries, keys = make_entries(params.source, x, frequencies, spec.ratio, config)
+    else:
+        assert params.compressor is not None
+        entries = compress_sequence(params.compressor, x, frequencies, spec.attn, config)
+        if spec.makes_selection:
+            assert params.indexer is not None
+            assert params.indexer.compressor is not None
+            observed = jax.lax.stop_gradient(x)
+            keys = compress_sequence(
+                params.indexer.compressor, observed, frequencies, spec.attn, config, name="idx"
+            )
+    entries = fmt.round_entry(checkpoint_name(entries, "comp/entries"), config.rope_dim)
+    if keys is not None:
+        keys = fmt.round_index(checkpoint_name(keys, "idx/keys"))
+    return entries, keys
+
+
+def _select(
+    selection: Selection,
+    spec: LayerSpec,
+    config: DSV4Config,
+    selector: Selector,
+    shared: Shared,
+) -> Shared:
+    """What a layer selects, among candidates where there are, and the candidates that it leaves."""
+    if spec.makes_candidates:
+        assert config.sources is not None
+        assert config.sources.candidates is not None
+        chosen = choose_candidates(selection, config.sources.candidates)
+        shared = shared._replace(candidates=chosen)
+    if spec.takes_candidates:
+        assert shared.candidates is not None
+        inside = jnp.where(shared.candidates, selection.scores, -jnp.inf)
+        selected = select(selector, selection._replace(scores=inside), config.idea.max_selected)
+        return shared._replace(selected=selected & shared.candidates)
+    return shared._replace(selected=select(selector, selection, config.idea.max_selected))
 
 
 def _scores(
@@ -103,16 +163,12 @@ def _scores(
     frequencies: jax.Array,
     config: DSV4Config,
     fmt: CacheFormat,
+    keys: jax.Array,
 ) -> jax.Array:
     """Index scores [B, T, E]; no gradient reaches the layer's input, which the indexer observes."""
     indexer = params.indexer
     assert indexer is not None
-    assert indexer.compressor is not None
     x, latent = jax.lax.stop_gradient((x, latent))
-    keys = compress_sequence(
-        indexer.compressor, x, frequencies, AttentionType.CSA, config, name="idx"
-    )
-    keys = fmt.round_index(checkpoint_name(keys, "idx/keys"))
     heads = project_index_queries(indexer, latent, config)
     heads = checkpoint_name(rotate(heads, positions[..., None], frequencies), "idx/q")
     index_q = fmt.round_index(heads)  # as `round_index_queries` gives them to a cached layer

@@ -157,10 +157,11 @@ def rotated_queries(
     frequencies: jax.Array,
     config: DSV4Config,
 ) -> jax.Array:
-    """Each head normed without a weight, then RoPE: [..., ql], i32[...] -> [..., H, C]."""
+    """[..., ql], i32[...] -> [..., H, C]: heads, normed without a weight if they are, then RoPE."""
     heads, _ = project_queries(params, latent, config)
-    heads = rms_norm_by_pairs(heads, None, eps=config.rms_norm_eps)
-    heads = checkpoint_name(heads, "q_normed")
+    if config.query_norm:
+        heads = rms_norm_by_pairs(heads, None, eps=config.rms_norm_eps)
+        heads = checkpoint_name(heads, "q_normed")
     return checkpoint_name(rotate(heads, positions[..., None], frequencies), "q")
 
 

@@ -48,7 +48,7 @@ def select_by_score(selection: Selection) -> jax.Array:
     """The model's own selector: the best index scores."""
     num_entries = selection.scores.shape[-1]
     selected = select_top_k(selection.scores, selection.visible, min(selection.top_k, num_entries))
-    return _to_mask(checkpoint_name(selected, "idx/topk"), num_entries)
+    return to_mask(checkpoint_name(selected, "idx/topk"), num_entries)
 
 
 def visible_entries(selection: Selection) -> jax.Array:
@@ -67,7 +67,7 @@ def select(selector: Selector, selection: Selection, max_selected: int | None) -
     if getattr(mask, "shape", None) != shape or mask.dtype != bool:
         checks.refuse("what a selector gives", f"bool{list(shape)}, as the scores", mask)
     mask &= visible_entries(selection)
-    return mask if max_selected is None else _to_mask(_to_indices(mask, max_selected), shape[-1])
+    return mask if max_selected is None else to_mask(_to_indices(mask, max_selected), shape[-1])
 
 
 def select_on_cache(
@@ -138,7 +138,7 @@ def _to_indices(mask: jax.Array, width: int) -> jax.Array:
     return jnp.pad(jnp.where(first < num_entries, first, -1), spare, constant_values=-1)
 
 
-def _to_mask(selected: jax.Array, num_entries: int) -> jax.Array:
+def to_mask(selected: jax.Array, num_entries: int) -> jax.Array:
     """i32[..., K], -1 for none -> bool[..., E]."""
     spare = jnp.where(selected < 0, num_entries, selected)
     mask = jnp.zeros((*selected.shape[:-1], num_entries + 1), bool)

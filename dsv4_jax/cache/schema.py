@@ -159,9 +159,9 @@ def check_has_cache(config: DSV4Config) -> None:
     is_v4 = config.query_norm and not config.shifted_streams and config.engram is None
     if config.sources is not None or not is_v4:
         raise NotImplementedError(
-            "this is a DeepSeek-V4.1 model, of which there are the config, checkpoints, "
-            "`dsv4-jax plan` and `dsv4-jax convert`, and no forward pass, cache, engine or draft "
-            "yet; run a DeepSeek-V4 model"
+            "this is a DeepSeek-V4.1 model, of which there are checkpoints, `dsv4-jax plan`, "
+            "`dsv4-jax convert` and forward over whole sequences, and no cache, engine or draft "
+            "yet; serve a DeepSeek-V4 model"
         )
 
 

@@ -8,20 +8,21 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax import checks
-from dsv4_jax.attention.full_sequence import attend_full_sequence
+from dsv4_jax.attention.full_sequence import NOTHING, attend_full_sequence
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import Output
 from dsv4_jax.attention.selection import Selector, select_by_score
-from dsv4_jax.cache.schema import FormatName, check_has_cache, choose_cache_format
+from dsv4_jax.attention.shared_entries import Shared
+from dsv4_jax.cache.schema import FormatName, choose_cache_format
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.config.layer_schedule import layer_schedule
-from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.config.layer_schedule import LayerSpec, layer_schedule
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.block import block
 from dsv4_jax.model.check_params import check_params
+from dsv4_jax.model.engram import look_up_rows, write_engram
 from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.model.trunk import embed, head, mean_of_streams
+from dsv4_jax.model.trunk import embed, head, head_of_collapsed, mean_of_streams
 from pallas_kernels.common.backend import Backend
 from pallas_kernels.common.formats import get_cache_format
 from pallas_kernels.common.weights import ACTIVATIONS, with_activations
@@ -54,21 +55,17 @@ def forward(
 
     Raises:
       ValueError: `token_ids` has another rank or dtype or, outside jit, an id is out of range; an
-        argument is of another type; `params` are of another model; or there is no such format or
-        form.
+        argument is of another type; `params` are of another model or lack its Engram tables; or
+        there is no such format or form.
+      NotImplementedError: entries are shared, and the format is neither `f32` nor `bf16`.
 
-    Source: deepseek_v4.md section 1.1.
+    Source: deepseek_v4.md section 1.1, deepseek_v41.md section 5.
     """
-    streams = forward_streams(
-        params,
-        token_ids,
-        config=config,
-        cache_format=cache_format,
-        selector=selector,
-        activations=activations,
-    )
+    residual, _ = _run(params, token_ids, config, cache_format, selector, activations)
     params = with_activations(params, activations)
-    return head(params.hc_head, params.norm, params.head, streams, config)
+    if config.shifted_streams:
+        return head_of_collapsed(params.norm, params.head, residual.collapsed(), config)
+    return head(params.hc_head, params.norm, params.head, residual.written(), config)
 
 
 def forward_streams(
@@ -81,7 +78,7 @@ def forward_streams(
     activations: str = DEFAULT_ACTIVATIONS,
 ) -> jax.Array:
     """The residual streams [B, T, S, D] before the head; arguments as in `forward`."""
-    return _run(params, token_ids, config, cache_format, selector, activations)[0]
+    return _run(params, token_ids, config, cache_format, selector, activations)[0].written()
 
 
 def forward_means(
@@ -98,7 +95,8 @@ def forward_means(
     Args:
       params: as in `forward`.
       token_ids: as in `forward`.
-      target_layers: layers, ascending, after each of which the streams are averaged.
+      target_layers: layers, ascending, after each of which the streams are averaged; before each
+        of them, after an Engram write, where `config.shifted_streams`.
       config: as in `forward`.
       cache_format: as in `forward`.
       activations: as in `forward`.
@@ -118,7 +116,8 @@ def forward_means(
     if not targets or list(targets) != sorted(set(targets)) or not set(targets) <= set(layers):
         rule = f"layers of the trunk, 0 to {config.num_layers - 1}, ascending"
         checks.refuse("target_layers", rule, target_layers)
-    return _run(params, token_ids, config, cache_format, None, activations, targets)
+    residual, means = _run(params, token_ids, config, cache_format, None, activations, targets)
+    return residual.written(), jnp.stack(means, axis=-2)
 
 
 def _run(
@@ -129,38 +128,73 @@ def _run(
     selector: Selector | None,
     activations: str,
     targets: tuple[int, ...] = (),
-) -> tuple[jax.Array, jax.Array]:
-    """The streams after all layers, and their means after the targets."""
-    check_has_cache(checks.instance("config", config, DSV4Config))
+) -> tuple[Residual, list[jax.Array]]:
+    """The streams after all layers, and their means for each target."""
+    checks.instance("config", config, DSV4Config)
     check_params(config, checks.instance("params", params, DSV4Params))
     if getattr(token_ids, "ndim", 2) != 2:
         checks.refuse("token_ids", "i32[B, T]", token_ids, "add a batch axis")
     checks.array("token_ids", token_ids, (None, None), "iu")
     checks.in_range("token_ids", token_ids, 0, config.vocab_size)
     checks.choice("activations", activations, ACTIVATIONS)
-    fmt = get_cache_format(choose_cache_format(config, cache_format, "f32"))
+    chosen = choose_cache_format(config, cache_format, "f32")
+    _check_rounding(config, chosen)
+    fmt = get_cache_format(chosen)
     if selector is not None and not callable(selector):
         checks.refuse("selector", "a function or None", selector)
     choose = selector or config.idea.selector or select_by_score
     params = with_activations(params, activations)
-    residual = Residual.start(embed(params, token_ids, config))
-    chosen = None  # entries that the last CSA layer selected
-    means = []
+    residual = Residual.start(embed(params, token_ids, config), shifted=config.shifted_streams)
+    rows = _engram_rows(params, token_ids, config)
+    shared, means = NOTHING, []
     for spec in layer_schedule(config):
+        layer = params.layer(spec)
+        if layer.engram is not None:
+            assert config.engram is not None
+            own = rows[:, :, config.engram.layers.index(spec.layer_idx)]
+            name = f"L{spec.layer_idx}/engram"
+            written = write_engram(layer.engram, residual.written(), own, config, name)
+            residual = residual.with_streams(written)
+        if spec.layer_idx in targets and config.shifted_streams:
+            means.append(mean_of_streams(residual.written()))
 
         def attention(
-            layer: AttentionParams,
-            x: jax.Array,
-            attn: AttentionType = spec.attn,
-            reused: jax.Array | None = chosen if spec.index_source is not None else None,
-        ) -> tuple[jax.Array | None, Output]:
-            return attend_full_sequence(layer, x, attn, config, fmt, choose, reused)
+            layer: AttentionParams, x: jax.Array, spec: LayerSpec = spec, shared: Shared = shared
+        ) -> tuple[Shared, Output]:
+            return attend_full_sequence(layer, x, spec, config, fmt, choose, shared)
 
-        selected, residual = block(
-            params.layer(spec), residual, token_ids, config, attention, backend=Backend.REFERENCE
+        shared, residual = block(
+            layer, residual, token_ids, config, attention, backend=Backend.REFERENCE
         )
-        chosen = chosen if selected is None else selected
-        if spec.layer_idx in targets:
+        if spec.layer_idx in targets and not config.shifted_streams:
             means.append(mean_of_streams(residual.written()))
-    streams = residual.written()
-    return streams, jnp.stack(means, axis=-2) if means else streams[..., :0, :]
+    return residual, means
+
+
+def _engram_rows(params: DSV4Params, token_ids: jax.Array, config: DSV4Config) -> jax.Array:
+    """f32[B, T, L, width], what every token reads of the Engram tables; L is 0 without any.
+
+    Raises:
+      ValueError: the model has tables, and the parameters do not.
+    """
+    if config.engram is None:
+        return jnp.zeros((*token_ids.shape, 0, 0), jnp.float32)
+    if params.engram is None or params.engram.config != config.engram:
+        raise ValueError(
+            "params.engram must be the Engram tables of config, got "
+            f"{None if params.engram is None else params.engram.config}; load_checkpoint gives them"
+        )
+    return look_up_rows(params.engram, token_ids)
+
+
+def _check_rounding(config: DSV4Config, cache_format: FormatName) -> None:
+    """Refuses formats that rotate keys, or store other dims than a model with shared entries does.
+
+    Raises:
+      NotImplementedError: it is such a format.
+    """
+    if config.sources is not None and cache_format not in ("f32", "bf16"):
+        raise NotImplementedError(
+            "cache_format must be 'f32' or 'bf16' for a DeepSeek-V4.1 model, whose own formats of "
+            f"entries, windows and index keys are not there yet, got {cache_format!r}"
+        )

@@ -14,8 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.layer_params import HyperConnectionParams
 from pallas_kernels import Backend, hyper_connections, write_streams
+from pallas_kernels.common.norm_rope import rms_norm
 from pallas_kernels.common.pending import MaybeSplit, finish
-from pallas_kernels.hyper_connections.reference import collapse, inverse_rms
+from pallas_kernels.hyper_connections.reference import Arguments, collapse, inverse_rms, mixes
 from pallas_kernels.write_streams.reference import mix, products
 
 
@@ -30,23 +31,40 @@ class Residual(NamedTuple):
       output: [..., D], what it gave, in parts where a product left it so.
       post: f32[..., S], weight of the output in each stream.
       comb: f32[..., S, S], from stream to stream; summed over its first index.
+      pre: f32[..., S], weights with which the next sublayer collapses the streams, where those of
+        the sublayer before it do (`DSV4Config.shifted_streams`); else None.
     """
 
     streams: jax.Array
     output: MaybeSplit
     post: jax.Array
     comb: jax.Array
+    pre: jax.Array | None = None
 
     @classmethod
-    def start(cls, streams: jax.Array) -> Residual:
-        """Streams [..., S, D] to which nothing is to be written: comb is the identity."""
+    def start(cls, streams: jax.Array, *, shifted: bool = False) -> Residual:
+        """Streams [..., S, D] to which nothing is to be written: comb is the identity.
+
+        `shifted` has the first sublayer read the first stream; all are equal then.
+        """
         num = streams.shape[-2]
+        first = jnp.zeros(streams.shape[:-1], jnp.float32).at[..., 0].set(1) if shifted else None
         return cls(
             streams=streams,
             output=jnp.zeros_like(streams[..., 0, :]),
             post=jnp.zeros(streams.shape[:-1], jnp.float32),
             comb=jnp.broadcast_to(jnp.eye(num), (*streams.shape[:-1], num)),
+            pre=first,
         )
+
+    def with_streams(self, streams: jax.Array) -> Residual:
+        """These streams in the place of the written ones, to be collapsed with the same weights."""
+        return Residual.start(streams)._replace(pre=self.pre)
+
+    def collapsed(self) -> jax.Array:
+        """[..., D]: what the last sublayer's weights make of the streams, for the head."""
+        assert self.pre is not None
+        return _collapse(self.pre, self.written())
 
     def written(self) -> jax.Array:
         """[..., S, D]: the streams with the output in them."""
@@ -61,16 +79,18 @@ class Reading(NamedTuple):
       streams: [..., S, D] that it was read from.
       post: as in `Residual`.
       comb: as in `Residual`.
+      pre: as in `Residual`, for the sublayer after this one.
     """
 
     normed: jax.Array
     streams: jax.Array
     post: jax.Array
     comb: jax.Array
+    pre: jax.Array | None = None
 
     def write(self, output: MaybeSplit) -> Residual:
         """Step 9, to be done by who reads next: the sublayer's output [..., D]."""
-        return Residual(self.streams, output, self.post, self.comb)
+        return Residual(self.streams, output, self.post, self.comb, self.pre)
 
 
 def read_streams(
@@ -101,6 +121,8 @@ def read_streams(
         params.fn,
         backend=backend,
     )
+    if residual.pre is not None:
+        return _read_shifted(params, norm, residual.pre, streams, products, config, name)
     reading = hyper_connections(
         products,
         params.scale,
@@ -119,6 +141,48 @@ def read_streams(
         post=checkpoint_name(reading.post.reshape(*lead, num), f"{name}/post"),
         comb=checkpoint_name(reading.comb.reshape(*lead, num, num), f"{name}/comb"),
     )
+
+
+def _read_shifted(
+    params: HyperConnectionParams,
+    norm: jax.Array,
+    pre: jax.Array,
+    streams: jax.Array,
+    products: jax.Array,
+    config: DSV4Config,
+    name: str,
+) -> Reading:
+    """As `read_streams`, with the weights of the sublayer before: [N, S, D], f32[..., S].
+
+    Source: deepseek_v41.md section 5.
+    """
+    lead, (num, dim) = pre.shape[:-1], streams.shape[1:]
+    arguments = Arguments(
+        products,
+        params.scale,
+        params.base,
+        streams,
+        norm,
+        config.hc_sinkhorn_iters,
+        config.hc_eps,
+        config.rms_norm_eps,
+    )
+    own, post, comb = mixes(arguments)
+    written = streams.reshape(*lead, num, dim)
+    collapsed = checkpoint_name(_collapse(pre, written), f"{name}/collapsed")
+    return Reading(
+        normed=rms_norm(collapsed, norm, eps=config.rms_norm_eps),
+        streams=written,
+        post=checkpoint_name(post.reshape(*lead, num), f"{name}/post"),
+        comb=checkpoint_name(comb.reshape(*lead, num, num), f"{name}/comb"),
+        pre=checkpoint_name(own.reshape(*lead, num), f"{name}/pre"),
+    )
+
+
+def _collapse(weights: jax.Array, streams: jax.Array) -> jax.Array:
+    """f32[..., S] and [..., S, D] -> [..., D]."""
+    *lead, num, dim = streams.shape
+    return collapse(weights.reshape(-1, num), streams.reshape(-1, num, dim)).reshape(*lead, dim)
 
 
 def collapse_streams(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from dsv4_jax.attention.full_sequence import attend_full_sequence
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import Output
+from dsv4_jax.attention.shared_entries import Shared
 from dsv4_jax.attention.swa import window_tokens
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.new_tokens import NewTokens
@@ -20,7 +21,7 @@ from dsv4_jax.cache.schema import FormatName, choose_cache_format
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.collectives import join_rows
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.config.layer_schedule import draft_layer
 from dsv4_jax.linear import linear
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.block import block, run_block
@@ -64,8 +65,8 @@ def forward_draft(
     draft = mtp_block(params)
     fmt = get_cache_format(choose_cache_format(config, cache_format, "f32"))
 
-    def attention(layer: AttentionParams, x: jax.Array) -> tuple[jax.Array | None, Output]:
-        return attend_full_sequence(layer, x, AttentionType.SWA, config, fmt)
+    def attention(layer: AttentionParams, x: jax.Array) -> tuple[Shared, Output]:
+        return attend_full_sequence(layer, x, draft_layer(config, 0), config, fmt)
 
     streams = draft_input(draft, params.embed[next_token_ids], streams, config)
     residual = Residual.start(streams)

@@ -202,9 +202,17 @@ def head(
     """
     if hc_head is None:
         raise NotImplementedError(
-            "hc_head is missing: of a DeepSeek-V4.1 model there are the config and the weights, "
-            "and no forward pass yet; take a DeepSeek-V4 model"
+            "hc_head is missing: the streams of a DeepSeek-V4.1 model are collapsed with what its "
+            "last sublayer computed, as forward does; nothing else runs such a model yet"
         )
-    collapsed = checkpoint_name(collapse_streams(hc_head, streams, config), "head/collapsed")
+    collapsed = collapse_streams(hc_head, streams, config)
+    return head_of_collapsed(norm, weight, collapsed, config)
+
+
+def head_of_collapsed(
+    norm: jax.Array, weight: jax.Array, collapsed: jax.Array, config: DSV4Config
+) -> jax.Array:
+    """[..., D] -> f32[..., V]; see `head`."""
+    collapsed = checkpoint_name(collapsed, "head/collapsed")
     normed = checkpoint_name(rms_norm(collapsed, norm, eps=config.rms_norm_eps), "head/normed")
     return checkpoint_name(linear(normed, weight, dtype=jnp.float32), "logits")

@@ -49,6 +49,14 @@ class Reading(NamedTuple):
 
 def hyper_connections(arguments: Arguments) -> Reading:
     """See `op.hyper_connections`."""
+    pre, post, comb = mixes(arguments)
+    collapsed = collapse(pre, arguments.streams)  # [T, D]
+    normed = rms_norm(collapsed, arguments.norm, eps=arguments.norm_eps)  # [T, D]
+    return Reading(collapsed=collapsed, normed=normed, post=post, comb=comb)
+
+
+def mixes(arguments: Arguments) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Weights pre and post, f32[T, S] each, and comb, f32[T, S, S]; the norm weight is not read."""
     streams, scale, base = arguments.streams, arguments.scale, arguments.base[None]
     eps, norm_eps = arguments.eps, arguments.norm_eps
     count, num, _ = streams.shape  # T, S, D
@@ -59,13 +67,8 @@ def hyper_connections(arguments: Arguments) -> Reading:
         mix[:, num : 2 * num] * scale[1] + base[:, num : 2 * num]
     )  # f32[T, S]
     logits = mix[:, 2 * num :] * scale[2] + base[:, 2 * num :]  # f32[T, S * S]
-    collapsed = collapse(pre, streams)  # [T, D]
-    return Reading(
-        collapsed=collapsed,
-        normed=rms_norm(collapsed, arguments.norm, eps=norm_eps),  # [T, D]
-        post=post,
-        comb=sinkhorn(logits.reshape(count, num, num), iters=arguments.iters, eps=eps),
-    )
+    comb = sinkhorn(logits.reshape(count, num, num), iters=arguments.iters, eps=eps)
+    return pre, post, comb
 
 
 def inverse_rms(streams: jax.Array, eps: float) -> jax.Array:

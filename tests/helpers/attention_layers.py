@@ -41,7 +41,8 @@ def case(kind, seed=0):
 def over_sequence(params, x, *, kind, cache_format):
     """[B, T, D] -> [B, T, D], without a cache."""
     fmt = get_cache_format(cache_format)
-    return attend_full_sequence(params, x, ds.AttentionType(kind), CONFIG, fmt)[1]
+    spec = next(spec for spec in layer_schedule(CONFIG) if spec.attn == kind)
+    return attend_full_sequence(params, x, spec, CONFIG, fmt)[1]
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "in_place"))

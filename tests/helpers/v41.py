@@ -241,3 +241,20 @@ def _write(folder, said, tensors):
     if said["text_config"]["engram_layer_ids"]:
         (folder / "tokenizer.json").write_text(tokenizer_json(said["text_config"]["vocab_size"]))
     return folder
+
+
+def oracle_path(preset):
+    return DATA / f"oracle_v41_{preset}.npz"
+
+
+def weight_sums(weights):
+    """Sums of all weights, by which a change of NumPy's draws is told."""
+    return np.array([np.sum(array, dtype=np.float64) for _, array in sorted(weights.items())])
+
+
+def sample(array):
+    """[B, T, ...] -> [B, P, n]: some rows, and of each at most 40 values."""
+    count = array.shape[1]
+    picked = sorted({0, 1, 2, 3, count // 3, count // 2, count - 2, count - 1})
+    rows = np.asarray(array)[:, picked].reshape(len(array), len(picked), -1)
+    return rows[..., :: -(-rows.shape[-1] // 40) | 1]

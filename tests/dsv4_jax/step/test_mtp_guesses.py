@@ -14,7 +14,7 @@ from dsv4_jax.attention.projections import project_input, window_entry
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.cache.commit import Staged
 from dsv4_jax.cache.new_tokens import empty_staged
-from dsv4_jax.config.layer_schedule import draft_layers
+from dsv4_jax.config.layer_schedule import draft_layer, draft_layers
 from dsv4_jax.model.block import block
 from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.mtp import draft_input, draft_logits
@@ -121,7 +121,7 @@ def run_whole(params, streams, next_ids, *, config):
         _, kv = project_input(layer, x, config)
         frequencies = rope_frequencies(config, ds.AttentionType.SWA)
         entries = window_entry(layer, kv, positions, frequencies, config)
-        _, y = attend_full_sequence(layer, x, ds.AttentionType.SWA, config, F32)
+        _, y = attend_full_sequence(layer, x, draft_layer(config, 0), config, F32)
         return entries, y
 
     entries, residual = block(

@@ -1,0 +1,67 @@
+"""What a layer makes of a token's rows of its Engram table, and how it writes it to the streams.
+
+Source: deepseek_v41.md section 9.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from dsv4_jax import checks
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.engram import EngramTables
+from dsv4_jax.linear import linear
+from dsv4_jax.model.layer_params import EngramParams
+from pallas_kernels.common.norm_rope import rms_norm
+
+_LEAST = 1e-6
+"""Floor of the size of a product of key and stream."""
+
+
+def look_up_rows(tables: EngramTables, token_ids: jax.Array) -> jax.Array:
+    """f32[B, T, L, width] of i32[B, T], gathered on the host; in a program by a callback."""
+    known = checks.known_values(token_ids)
+    if known is not None:
+        return jnp.asarray(tables.rows(known))
+    shape = (*token_ids.shape, len(tables.tables), tables.config.width)
+    wanted = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.pure_callback(functools.partial(_rows, tables), wanted, token_ids)
+
+
+def _rows(tables: EngramTables, token_ids: jax.Array) -> np.ndarray:
+    return tables.rows(np.asarray(token_ids))
+
+
+def write_engram(
+    params: EngramParams, streams: jax.Array, rows: jax.Array, config: DSV4Config, name: str
+) -> jax.Array:
+    """The streams [..., S, D] after a table's rows [..., width] were written to them.
+
+    `name` is what a capture of intermediates calls it.
+
+    Each stream has a key of its own; the value is the same for all:
+
+        dot_i  = sum over d of rms(X_i) q_i rms(key_i) k_i / sqrt(D)
+        X_i   += sigmoid(sign(dot_i) sqrt(max(|dot_i|, 1e-6))) value
+    """
+    num, dim = streams.shape[-2:]
+    made = linear(checkpoint_name(rows.astype(streams.dtype), f"{name}/rows"), params.wkv)
+    made = made.reshape(*made.shape[:-1], num + 1, dim)
+    keys = checkpoint_name(made[..., :num, :], f"{name}/key")
+    value = checkpoint_name(made[..., num, :], f"{name}/value")
+    wide = streams.astype(jnp.float32)
+
+    def normed(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return rms_norm(x, None, eps=config.rms_norm_eps) * weight.astype(jnp.float32)
+
+    products = normed(wide, params.q_weight) * normed(keys.astype(jnp.float32), params.k_weight)
+    dot = checkpoint_name(jnp.sum(products, axis=-1) * np.float32(dim**-0.5), f"{name}/dot")
+    root = jnp.sqrt(jnp.maximum(jnp.abs(dot), _LEAST))
+    gate = checkpoint_name(jax.nn.sigmoid(jnp.copysign(root, dot)), f"{name}/gate")
+    written = wide + gate[..., None] * value.astype(jnp.float32)[..., None, :]
+    return checkpoint_name(written.astype(streams.dtype), f"{name}/out")

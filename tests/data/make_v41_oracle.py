@@ -1,0 +1,109 @@
+"""Writes oracle_v41_<preset>.npz: what an oracle in NumPy computes for small DeepSeek-V4.1 models.
+
+transformers has no DeepSeek-V4.1. The oracle is a NumPy model in float64, written from
+deepseek_v41.md and compared with DeepSeek's released code as that document says. It is not part of
+this repository: this script takes the path of a module that has
+
+    Oracle(config, tensors, tokenizer_json).row(token_ids)
+
+where `config` is a `config.json`, `tensors` {name of the release: (array, "F32")}, and a row gives
+{name: array [T, ...]}. Run by hand (python 3.12, numpy 2.5.1 wrote the committed files):
+
+    PYTHONPATH=.:tests python tests/data/make_v41_oracle.py ORACLE.py [preset ...]
+
+Weights come from `helpers.v41.draw_weights` and are not stored. Arrays, for B rows of T tokens:
+
+    config                   JSON, as `helpers.v41.contents` has it
+    seed, weight_sums        of `draw_weights`
+    token_ids                i32[B, T]
+    logits                   f32[B, T, V]
+    L<i>/idx/topk            i16[B, T, K], entries selected, ascending, then -1
+    L<i>/idx/margin          f32[B, T], score of the last selected entry above the best one left out
+    L<i>/idx/candidates      bool[B, T, E], and `margin_blocks`, likewise of blocks
+    L<i>/engram/hash         i32[B, T, columns], rows of the table
+    main_hidden              f32[B, T, K * D], means of the streams for the draft
+    <name>, L<i>/<name>      f32[B, P, n], other intermediates, of some tokens (or entries) and, of
+                             long ones, some values: see `helpers.v41.sample`
+"""
+
+import importlib.util
+import json
+import sys
+
+import numpy as np
+
+from dsv4_jax.config import DSV4Config
+from helpers import v41
+
+SIZES = {"tiny": (2, 41), "ratios": (1, 300), "engram": (2, 48)}
+SEEDS = {"tiny": 0, "ratios": 0, "engram": 0}
+WHOLE = ("logits", "main_hidden", "idx/topk", "idx/candidates", "engram/hash")
+# Of presets other than "tiny".
+FEW = ("out", "head/normed", "comp/normed", "comp/entries", "idx/keys", "engram/gate")
+SKIPPED = (
+    "embed",
+    "mask",
+    "probs",
+    "engram/ids",
+    "idx/scores",
+    "comp/pooled",
+    "pre_used",
+    "gate/w",
+)
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location("oracle", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["oracle"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows_first(name, array, tokens):
+    """[T, ...], where the oracle has heads first, and keys of the window before entries."""
+    last = name.split("/", 1)[-1]
+    if last == "q":
+        return array.transpose(1, 0, 2)
+    return array[0, :tokens] if last == "kv" and name.startswith("L") else array
+
+
+def make(oracle, preset):
+    said, seed = v41.contents(preset), SEEDS[preset]
+    weights = v41.draw_weights(DSV4Config.from_hf(said), seed)
+    tensors = {name: (array, "F32") for name, array in weights.items()}
+    model = oracle.Oracle(said, tensors, v41.tokenizer_json(), np.float64)
+    batch, tokens = SIZES[preset]
+    vocab = said["text_config"]["vocab_size"]
+    token_ids = np.random.default_rng(seed + 1).integers(0, vocab, (batch, tokens))
+    rows = [model.row(ids) for ids in token_ids]
+    found = {}
+    for name in rows[0]:
+        array = np.stack([rows_first(name, row[name], tokens) for row in rows])
+        last = name.split("/", 1)[-1]
+        if last in ("margin", "margin_blocks"):
+            found[name.replace("/margin", "/idx/margin")] = array.astype(np.float32)
+        elif name in WHOLE or last in WHOLE:
+            kind = {"f": np.float32, "b": bool, "i": np.int16}[array.dtype.kind]
+            found[name] = array.astype(np.int32 if last == "engram/hash" else kind)
+        elif any(part in name for part in SKIPPED) or last == "gate/indices":
+            continue
+        elif preset == "tiny" or last in FEW or name in FEW:
+            found[name] = v41.sample(array).astype(np.float32)
+    file = v41.oracle_path(preset)
+    np.savez_compressed(
+        file,
+        **found,
+        config=json.dumps(said),
+        seed=seed,
+        weight_sums=v41.weight_sums(weights),
+        token_ids=token_ids.astype(np.int32),
+    )
+    least = min(array.min() for name, array in found.items() if "margin" in name)
+    print(f"{preset}: {file.stat().st_size / 1e6:.2f} MB, least margin {least:.1e}")
+
+
+if __name__ == "__main__":
+    module = load(sys.argv[1])
+    for name in sys.argv[2:] or v41.PRESETS:
+        make(module, name)
