@@ -131,7 +131,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, ODD], ids=["even", "odd"])
+@pytest.mark.parametrize("changes", [pytest.param({}, marks=pytest.mark.slow), ODD])
 def test_stored_weights_are_loaded_saved_and_converted_bit_for_bit(tmp_path, changes):
     folder, tensors = v41.write_released(tmp_path / "released", **changes)
     config, params = ds.load_checkpoint(folder, progress=False)
@@ -163,6 +163,7 @@ def test_stored_weights_are_loaded_saved_and_converted_bit_for_bit(tmp_path, cha
         jax.tree.map(np.testing.assert_array_equal, again, same_tables)
 
 
+@pytest.mark.slow
 def test_decoded_weights_are_those_of_the_formats(tmp_path):
     folder, tensors = v41.write_released(tmp_path / "released")
     _, params = ds.load_checkpoint(folder, weights="float32", progress=False)

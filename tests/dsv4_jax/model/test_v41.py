@@ -182,7 +182,10 @@ def candidates_of(scores, visible, blocks, size):
     return chosen
 
 
-@pytest.mark.parametrize(("blocks", "size"), [(2, 4), (3, 3), (1, 8), (50, 2)])
+@pytest.mark.parametrize(
+    ("blocks", "size"),
+    [(3, 3), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((2, 4), (1, 8), (50, 2)))],
+)
 def test_candidates_are_the_best_blocks_and_the_newest(blocks, size):
     rng = np.random.default_rng(3)
     scores = rng.integers(-3, 4, (2, 12, 23)).astype(np.float32)  # with ties
@@ -202,7 +205,7 @@ def test_candidates_are_the_best_blocks_and_the_newest(blocks, size):
         assert found[0, query, 2 * query - 1], "the newest entry is always a candidate"
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_the_width_of_experts_divides_by_blocks_of_32(devices):
     """2304 is no multiple of 128 times 8, and 288 is one of 32."""
     config, mesh = DSV4Config.v41_flash(), AbstractMesh((1, devices), AXES)
