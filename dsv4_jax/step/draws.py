@@ -14,6 +14,7 @@ from dsv4_jax.collectives import gather_over_model, join_last_axis
 from dsv4_jax.mesh import MODEL, axis_size, place_on
 from dsv4_jax.step.sampling import MAX_LOGPROBS, FullSampling, Sampling
 from pallas_kernels import limit_tokens, select_top_k
+from pallas_kernels.common import backend
 
 type Sampler = Callable[[jax.Array, FullSampling, jax.Array], jax.Array]
 """Arguments and result as of `sample`, with the logits of the whole vocabulary."""
@@ -119,9 +120,10 @@ def draw(
 ) -> tuple[jax.Array, Logprobs]:
     """Draws n tokens per row, each as if the drafts before it had been drawn.
 
-    Nothing is decided at run time: the host of a GPU would wait for what is, before it launches
-    what follows. Where `sampling` is simple and there are no masks, less is computed, and on a mesh
-    only each device's best token leaves it. A row draws the same either way.
+    On a GPU nothing is decided at run time: its host would wait for what is, before it launches
+    what follows. A CPU leaves out noise, limits and log-probabilities for which no row asks. Where
+    `sampling` is simple and there are no masks, less is computed, and on a mesh only each device's
+    best token leaves it. A row draws the same either way.
 
     Args:
       logits: f32[B, n, V]; where a step runs on a mesh, this device's part of the vocabulary.
@@ -155,8 +157,19 @@ def draw(
     drawn = _choose(every, full, positions, counts, drafts, masks, sampler)
     if not can_bring_logprobs or not isinstance(sampling, FullSampling):
         return drawn, none
-    wanted = jnp.any(full.wants_logprobs)
-    return drawn, jax.tree.map(lambda x: jnp.where(wanted, x, 0), _logprobs(every, drawn))
+    asks = full.wants_logprobs
+    logprobs = _if_asked(asks, lambda: _logprobs(every, drawn), none)
+    return drawn, jax.tree.map(lambda x: jnp.where(jnp.any(asks), x, 0), logprobs)
+
+
+def _if_asked[T](asks: jax.Array, compute: Callable[[], T], otherwise: T) -> T:
+    """What some row of bool[B] asks for; without one either that or `otherwise`, whichever is fast.
+
+    A CPU is spared some 50 ms for each row of V4's vocabulary. A GPU computes it in any case.
+    """
+    if backend.compute_capability() is None:
+        return jax.lax.cond(jnp.any(asks), compute, lambda: otherwise)
+    return compute()
 
 
 def _most_likely(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -284,7 +297,8 @@ def _noise_of(
 ) -> jax.Array:
     """f32[B, n, V] Gumbel noise of part `place` of the vocabulary, which has V tokens.
 
-    The largest of logits plus noise is a draw from their softmax.
+    The largest of logits plus noise is a draw from their softmax. If no row has a temperature, it
+    may be zeros.
     """
     first = place * num_tokens
     parts = 1 if isinstance(place, int) else axis_size(MODEL)
@@ -293,7 +307,11 @@ def _noise_of(
         whole = _noise(seed, position, parts * num_tokens)
         return jax.lax.dynamic_slice_in_dim(whole, first, num_tokens) if parts > 1 else whole
 
-    return jax.vmap(jax.vmap(noise, in_axes=(None, 0)))(sampling.seed, positions)
+    def of_all() -> jax.Array:
+        return jax.vmap(jax.vmap(noise, in_axes=(None, 0)))(sampling.seed, positions)
+
+    none = jnp.zeros((*positions.shape, num_tokens), jnp.float32)
+    return _if_asked(sampling.temperature > 0, of_all, none)
 
 
 def _noise(seed: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:
@@ -307,8 +325,12 @@ def _ranked_high(scaled: jax.Array, sampling: FullSampling) -> jax.Array:
     warm = sampling.temperature > 0
     top_k, top_p = jnp.where(warm, sampling.top_k, 0), jnp.where(warm, sampling.top_p, 1.0)
     top_k, top_p = (jnp.repeat(each, shape[1]) for each in (top_k, top_p))
-    least, last = limit_tokens(scaled.reshape(-1, vocab_size), top_k, top_p)
-    least, last = least.reshape(*shape, 1), last.reshape(*shape, 1)
+    rows = scaled.reshape(-1, vocab_size)
+    unlimited = jnp.full(len(rows), -jnp.inf), jnp.full(len(rows), vocab_size - 1, jnp.int32)
+    limits = _if_asked(
+        (top_k > 0) | (top_p < 1), lambda: limit_tokens(rows, top_k, top_p), unlimited
+    )
+    least, last = (limit.reshape(*shape, 1) for limit in limits)
     token_ids = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, 2)
     return (scaled > least) | ((scaled == least) & (token_ids <= last))
 

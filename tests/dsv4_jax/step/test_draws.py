@@ -1,6 +1,7 @@
 """Bias, penalties, min-p and log-probabilities, against NumPy."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from dsv4_jax.step import draws as draws_module
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks, draw
 from dsv4_jax.step.sampling import FullSampling, Sampling, SamplingParams, stack_sampling
+from pallas_kernels import limit_tokens, select_top_k
 
 pytestmark = pytest.mark.unoptimised
 
@@ -224,17 +227,59 @@ def test_simple_draws_are_those_of_the_general_step(case):
 
 
 @pytest.mark.parametrize("is_simple", [False, True])
-def test_nothing_is_decided_at_run_time(case, is_simple):
-    """The host of a GPU would wait for it. Loops have a number of rounds that is known."""
+def test_on_a_gpu_nothing_is_decided_at_run_time(case, is_simple, monkeypatch):
+    """The host would wait for it. Loops have a number of rounds that is known."""
+    monkeypatch.setattr(draws_module.backend, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(
+        draws_module, "limit_tokens", functools.partial(limit_tokens, backend="reference")
+    )
+    monkeypatch.setattr(
+        draws_module, "select_top_k", functools.partial(select_top_k, backend="reference")
+    )
     rows, logits, histories, drafts, positions = case
     settings = sampling_of(rows).simplified() if is_simple else sampling_of(rows)
     allowed = np.ones(logits.shape, bool)
     masks = None if is_simple else masks_for(allowed, np.arange(NUM_ROWS) % 2 > 0)
     arguments = jnp.asarray(positions), counts_of(histories), jnp.asarray(drafts), None, masks
-    shown = str(jax.make_jaxpr(draw)(jnp.asarray(logits), settings, *arguments))
+    # Of a function that no other test has traced.
+    traced = jax.make_jaxpr(lambda *given: draw(*given))(jnp.asarray(logits), settings, *arguments)
+    shown = str(traced)
     assert "cond[" not in shown
     assert "while[" not in shown
     assert ("scan[" in shown) != is_simple
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, set()),
+        ({"logit_bias": {3: 1.0}, "frequency_penalty": 1.0, "top_k": 3}, set()),
+        ({"temperature": 1.0}, {"_noise"}),
+        ({"temperature": 1.0, "top_p": 0.9}, {"_noise", "limit_tokens"}),
+        ({"temperature": 1.0, "top_k": 3}, {"_noise", "limit_tokens"}),
+        ({"logprobs": 0}, {"_logprobs"}),
+    ],
+)
+def test_a_cpu_computes_what_some_row_asks_for(case, asked, expected, monkeypatch):
+    """Each of the three takes tens of milliseconds a row, of V4's vocabulary."""
+    ran = set()
+
+    def noting(name, compute):
+        def noted(*arguments):
+            jax.debug.callback(lambda: ran.add(name))
+            return compute(*arguments)
+
+        return noted
+
+    for name in ("_noise", "limit_tokens", "_logprobs"):
+        monkeypatch.setattr(draws_module, name, noting(name, getattr(draws_module, name)))
+    _, logits, histories, drafts, positions = case
+    settings = sampling_of([SamplingParams()] * (NUM_ROWS - 1) + [SamplingParams(**asked)])
+    masks = masks_for(np.ones(logits.shape, bool), np.ones(NUM_ROWS, bool))
+    arguments = jnp.asarray(positions), counts_of(histories), jnp.asarray(drafts), None, masks
+    jax.block_until_ready(jax.jit(lambda *given: draw(*given))(logits, settings, *arguments))
+    jax.effects_barrier()
+    assert ran == expected
 
 
 @pytest.mark.gpu
