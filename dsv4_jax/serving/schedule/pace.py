@@ -46,7 +46,9 @@ _WAITED = 0.1
 before, while the host or who calls it did something else."""
 
 _RETRIED_AFTER = 512
-"""Refusals in a row after which a size is tried again that missed by at most `_NEAR`."""
+"""Refusals in a row after which a size is tried again that missed by at most `_NEAR`, or that fits
+by what others take now: a device may have been slow for a while. Of the latter each time in vain
+doubles them."""
 _NEAR = 1.25
 
 
@@ -74,6 +76,7 @@ class Pace:
         self._slots = plan.pools.max_requests
         self._metrics = metrics
         self._refused = collections.Counter[int]()
+        self._in_vain = collections.Counter[int]()
         self._read_s = float("-inf")  # when the last call was read
         self._end_is_known = False  # it ended then
         self._num_compiles = count_compiles()
@@ -187,10 +190,18 @@ class Pace:
         seconds = self.times.predict(load)
         if seconds <= bound:
             self._refused[plan.size] = 0
+            if self.times.knows(load):
+                self._in_vain[plan.size] = 0
             return True
         self._refused[plan.size] += 1
-        if self._refused[plan.size] >= _RETRIED_AFTER and seconds <= _NEAR * bound:
+        after, is_near = _RETRIED_AFTER, seconds <= _NEAR * bound
+        if not is_near:
+            after <<= self._in_vain[plan.size]
+        if self._refused[plan.size] < after:
+            return False
+        if is_near or self.times.by_latest(load) <= bound:
             self._refused[plan.size] = 0
+            self._in_vain[plan.size] += not is_near
             self.times.doubt(load)
         return False
 

@@ -55,6 +55,7 @@ class StepTimes:
           num_devices: those that share what tokens read of the cache.
         """
         self._cost, self._num_devices = cost, num_devices
+        # In the order in which their kinds were measured last.
         self._errors: dict[_Kind, collections.deque[float]] = {}
 
     def predict(self, load: CallLoad) -> float:
@@ -73,24 +74,40 @@ class StepTimes:
         """Seconds whatever was measured; beside others of its kind they say which is longer."""
         return self._base(load) + self._reach(load)
 
+    def by_latest(self, load: CallLoad) -> float:
+        """Seconds by what the latest steps of another kind took, if there were any."""
+        return self._latest_error(_Kind.of(load)) * self._base(load) + self._reach(load)
+
+    def knows(self, load: CallLoad) -> bool:
+        """Whether measurements of its own kind alone say how long a step takes."""
+        return len(self._errors.get(_Kind.of(load), ())) >= TRUSTED
+
     def learn(self, load: CallLoad, seconds: float) -> None:
         """A step took so long."""
-        errors = self._errors.setdefault(_Kind.of(load), collections.deque(maxlen=KEPT))
+        kind = _Kind.of(load)
+        errors = self._errors.pop(kind, collections.deque(maxlen=KEPT))
+        self._errors[kind] = errors  # the last one now
         errors.append(max(seconds - self._reach(load), 0.0) / self._base(load))
 
     def doubt(self, load: CallLoad) -> None:
-        """Keeps one measurement of a kind, so that it is tried again if others say that it fits."""
-        if (own := self._errors.get(_Kind.of(load))) is not None:
-            kept = middle(own)
+        """Leaves a kind one measurement, so that it is tried again if others say that it fits."""
+        kind = _Kind.of(load)
+        if (own := self._errors.get(kind)) is not None:
+            kept = min(middle(own), self._latest_error(kind))
             own.clear()
             own.append(kept)
 
     def _error_beside(self, kind: _Kind) -> float:
-        """That of the nearest other kind, or if there is none its own, or 1."""
-        others = [one for one in self._errors if one != kind]
+        """That of the nearest other kind, of equals the latest, or its own, or 1."""
+        others = [one for one in reversed(self._errors) if one != kind]
         if others:
             return middle(self._errors[min(others, key=kind.distance)])
         return middle(self._errors[kind]) if kind in self._errors else 1.0
+
+    def _latest_error(self, kind: _Kind) -> float:
+        """That of the other kind that was measured last, or its own, or 1."""
+        others = [one for one in self._errors if one != kind]
+        return middle(self._errors[others[-1]]) if others else self._error_beside(kind)
 
     def _base(self, load: CallLoad) -> float:
         return base_seconds(self._cost, load.tokens, load.size)

@@ -152,6 +152,33 @@ def test_a_size_that_nearly_fits_is_tried_again(monkeypatch):
     assert chosen(pace, 1, 30_000).size == 256
 
 
+def test_a_size_that_was_slow_for_a_while_is_tried_again(monkeypatch):
+    """Of a device that is as fast as before, and of one on which that size stays slow."""
+    monkeypatch.setattr(pace_module, "_RETRIED_AFTER", 10)
+    pace = make(80)
+    for _ in range(7):
+        pace.times.learn(CallLoad(1024, 1024, 0.0), 0.3)
+        pace.times.learn(CallLoad(256, 256, 0.0), 0.035)
+        pace.times.learn(CallLoad(8192, 8192, 0.0), 0.4)
+
+    def runs(seconds):
+        """How many steps of 256 there are before those of 1,024, which take so long."""
+        sizes = []
+        while len(sizes) < 100:
+            sizes.append(chosen(pace, 1, 30_000).size)
+            if sizes[-1] == 1024:
+                pace.times.learn(CallLoad(1024, 1024, 0.0), seconds)
+        return sizes
+
+    assert runs(0.3) == [256] * 10 + [1024] * 2 + [256] * 20 + [1024] * 2 + [256] * 40 + (
+        [1024] * 2 + [256] * 24
+    )
+    assert runs(0.07) == [256] * (80 - 24) + [1024] * 44
+    for _ in range(7):
+        pace.times.learn(CallLoad(1024, 1024, 0.0), 0.3)
+    assert runs(0.07) == [256] * 10 + [1024] * 90  # it was not in vain
+
+
 def test_only_long_steps_wait_for_the_one_before():
     pace, plan = make(80), chosen(make(80), 1, 30_000)
     assert not pace.waits(plan, CallLoad(1024, 1024, 0.0))
