@@ -68,7 +68,7 @@ class StepTimes:
             error = min(middle(own), self._error_beside(kind))
         else:
             error = middle(own)
-        return error * self._base(load) + self._reach(load)
+        return self._seconds(error, load)
 
     def by_arithmetic(self, load: CallLoad) -> float:
         """Seconds whatever was measured; beside others of its kind they say which is longer."""
@@ -76,7 +76,7 @@ class StepTimes:
 
     def by_latest(self, load: CallLoad) -> float:
         """Seconds by what the latest steps of another kind took, if there were any."""
-        return self._latest_error(_Kind.of(load)) * self._base(load) + self._reach(load)
+        return self._seconds(self._latest_error(_Kind.of(load)), load)
 
     def knows(self, load: CallLoad) -> bool:
         """Whether measurements of its own kind alone say how long a step takes."""
@@ -87,7 +87,8 @@ class StepTimes:
         kind = _Kind.of(load)
         errors = self._errors.pop(kind, collections.deque(maxlen=KEPT))
         self._errors[kind] = errors  # the last one now
-        errors.append(max(seconds - self._reach(load), 0.0) / self._base(load))
+        faster = seconds / self.by_arithmetic(load)
+        errors.append(faster if faster < 1 else (seconds - self._reach(load)) / self._base(load))
 
     def doubt(self, load: CallLoad) -> None:
         """Leaves a kind one measurement, so that it is tried again if others say that it fits."""
@@ -96,6 +97,11 @@ class StepTimes:
             kept = min(middle(own), self._latest_error(kind))
             own.clear()
             own.append(kept)
+
+    def _seconds(self, error: float, load: CallLoad) -> float:
+        """A faster device is so in all; what makes one slower is not taken to grow with context."""
+        scale = min(error, 1.0)
+        return error * self._base(load) + scale * self._reach(load)
 
     def _error_beside(self, kind: _Kind) -> float:
         """That of the nearest other kind, of equals the latest, or its own, or 1."""

@@ -60,6 +60,18 @@ def test_sizes_and_contexts_that_were_not_measured_take_the_nearest():
     assert times.predict(load(256, 0)) == pytest.approx(3 * by_arithmetic(load(256, 0)))
 
 
+def test_a_device_that_reads_contexts_faster_is_learned():
+    """Half of what is counted for context alone is more than all that such a step takes."""
+    times, far = StepTimes(FLASH), load(1024, 1_000_000)
+    for share in (0.5, 0.9, 1.0, 1.1, 3.0):
+        for _ in range(7):
+            times.learn(far, share * by_arithmetic(far))
+        assert times.predict(far) == pytest.approx(share * by_arithmetic(far))
+        if share < 1:
+            other = load(256, 2_000_000)
+            assert times.predict(other) == pytest.approx(share * by_arithmetic(other))
+
+
 def test_one_slow_launch_decides_nothing():
     """The first launch of a program may take long; what others say is believed beside it."""
     times = StepTimes(FLASH)
