@@ -57,7 +57,8 @@ def write_engram(
     wide = streams.astype(jnp.float32)
 
     def normed(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return rms_norm(x, None, eps=config.rms_norm_eps) * weight.astype(jnp.float32)
+        each = jnp.expand_dims(weight.astype(jnp.float32), range(x.ndim - 2))
+        return rms_norm(x, None, eps=config.rms_norm_eps) * each
 
     products = normed(wide, params.q_weight) * normed(keys.astype(jnp.float32), params.k_weight)
     dot = checkpoint_name(jnp.sum(products, axis=-1) * np.float32(dim**-0.5), f"{name}/dot")
