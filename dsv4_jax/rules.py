@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,6 +53,23 @@ class Share:
     def check(self, name: str, value: Any) -> float:
         """The value as a plain float."""
         return checks.share(name, value)
+
+
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """A number of bytes up to 2**62, or a text such as "64GiB"."""
+
+    def check(self, name: str, value: Any) -> int:
+        """The value as a plain int."""
+        if isinstance(value, str):
+            found = re.fullmatch(f"([0-9]{{1,15}})({'|'.join(_UNITS)})", value)
+            if found is None:
+                checks.refuse(name, 'a number of bytes, such as 4096, "512MiB" or "64GiB"', value)
+            value = int(found[1]) * _UNITS[found[2]]
+        return checks.integer(name, value, 0, 2**62)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +178,9 @@ class By:
         return self.function(value)
 
 
-type Rule = Whole | Real | Share | Flag | Word | ListOf | Texts | NumberByToken | Instance | By
+type Rule = (
+    Whole | Real | Share | Bytes | Flag | Word | ListOf | Texts | NumberByToken | Instance | By
+)
 
 
 @dataclasses.dataclass(frozen=True)

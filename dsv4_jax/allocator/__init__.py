@@ -3,6 +3,7 @@
     manager            a request's slot and blocks: admit, extend, fork, share, release
     block_pool         how often each block is held, which are free, what gives way
     prefix_tree        full blocks by their tokens, and where requests can be resumed
+    host_tier          what the tree let go, in pages of the host's memory
     prefix_cache       what admitted requests have in common with the tree
     pending_changes    what the device has not been told yet
     data_shards        a manager for each data shard of a mesh

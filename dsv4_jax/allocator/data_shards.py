@@ -10,7 +10,10 @@ import numpy as np
 from dsv4_jax.allocator.ledger import Ledger
 from dsv4_jax.allocator.manager import KVCacheManager
 from dsv4_jax.allocator.pending_changes import idle_changes
+from dsv4_jax.allocator.pool_plan import PoolPlan
+from dsv4_jax.cache.schema import FormatName
 from dsv4_jax.cache.slot_changes import SlotChanges
+from dsv4_jax.config import DSV4Config
 
 
 class DataShards:
@@ -28,6 +31,41 @@ class DataShards:
         """Takes managers without requests, one for each shard, of equal sizes."""
         self.managers = tuple(managers)
         self._num_slots = self.managers[0].plan.max_requests
+
+    @classmethod
+    def planned(
+        cls,
+        count: int,
+        config: DSV4Config,
+        plan: PoolPlan,
+        *,
+        cache_format: FormatName,
+        poison: bool,
+    ) -> DataShards:
+        """So many shards of a plan, without requests.
+
+        Args:
+          count: data shards.
+          config: the model.
+          plan: sizes of one.
+          cache_format: as in `KVCacheManager`.
+          poison: the same.
+        """
+        return cls(
+            [
+                KVCacheManager(
+                    config,
+                    max_requests=plan.max_requests,
+                    max_context_tokens=plan.max_context_tokens,
+                    num_blocks=plan.num_blocks,
+                    num_snapshots=plan.num_snapshots,
+                    cache_format=cache_format,
+                    poison=poison,
+                    block_parts=plan.block_parts,
+                )
+                for _ in range(count)
+            ]
+        )
 
     @property
     def num_slots(self) -> int:

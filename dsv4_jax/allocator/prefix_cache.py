@@ -195,6 +195,31 @@ class PrefixCache:
         self.tree.demote_snapshot(node)
         return True
 
+    def bring_back(
+        self, parent: PrefixNode | None, content: BlockContent, logical: int
+    ) -> PrefixNode | None:
+        """A block of a known prefix that the caller will write, and uses until `leave`.
+
+        Args:
+          parent: the node before it, which the caller uses too.
+          content: of the block.
+          logical: its number in the prefix.
+
+        Returns:
+          Its node; None if the key is another's, or if no block is free.
+        """
+        node = self.tree.find_child(parent, content)
+        if node is None:
+            if min(self._blocks.left_beside((), logical, logical + 1)) < 0:
+                return None
+            block = self._blocks.take(logical)
+            node = self.tree.insert(parent, content, block)
+            if node is None:
+                self._blocks.drop(block)
+                return None
+        self.tree.use(node)
+        return node
+
     def drop_snapshot(self, place: int) -> None:
         """Gives back a place that no step has written."""
         self.tree.return_snapshot_place(place)

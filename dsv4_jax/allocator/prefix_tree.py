@@ -39,6 +39,7 @@ class PrefixNode:
       snapshot: place in the snapshot store, -1 where the boundary cannot be resumed at.
       last_used: when a request last used it, on the tree's own clock.
       is_kept: still part of the tree.
+      is_demoted: its snapshot is not worth keeping once it has given way.
     """
 
     key: bytes
@@ -51,6 +52,7 @@ class PrefixNode:
     snapshot: int = -1
     last_used: int = 0
     is_kept: bool = True
+    is_demoted: bool = False
 
 
 class BlockContent(NamedTuple):
@@ -66,6 +68,34 @@ class BlockContent(NamedTuple):
         return cls(_chain(parent.key if parent else _root_key(salt), tokens), tokens)
 
 
+class Leaving(NamedTuple):
+    """A block or a snapshot that has left the tree, and whose row is still what it was.
+
+    Attributes:
+      of: "blocks" or "snapshots".
+      row: the block, or the place in the store.
+      content: key and tokens of its node.
+      parent: key of the prefix before the node's block; b"" is no prefix.
+    """
+
+    of: str
+    row: int
+    content: BlockContent
+    parent: bytes
+
+
+def contents_of(
+    token_ids: np.ndarray, salt: bytes, block_tokens: int
+) -> Iterator[tuple[BlockContent, bytes]]:
+    """Each full block of a sequence, and the key of the prefix before it; b"" is no prefix."""
+    key, parent = _root_key(salt), b""
+    for start in range(0, len(token_ids) // block_tokens * block_tokens, block_tokens):
+        tokens = _token_bytes(token_ids[start : start + block_tokens])
+        key = _chain(key, tokens)
+        yield BlockContent(key, tokens), parent
+        parent = key
+
+
 class PrefixTree:
     """Full blocks by content, and the snapshots of their boundaries.
 
@@ -74,6 +104,7 @@ class PrefixTree:
       num_snapshots: places of the snapshot store.
       snapshot_generations: i32[num_snapshots], how often each place has been written.
       num_evicted_snapshots: snapshots that gave way to others.
+      leaving: what has given way since somebody emptied the list; None if nobody wants to know.
       unused_of_part: i32[n], nodes without a user, by the part of the blocks that theirs is of.
     """
 
@@ -95,6 +126,7 @@ class PrefixTree:
         self.num_evicted_snapshots = 0
         self._leaves: list[tuple[bool, int, int, PrefixNode]] = []
         self._clock = itertools.count(1)
+        self.leaving: list[Leaving] | None = None
 
     @property
     def num_unused(self) -> int:
@@ -206,6 +238,7 @@ class PrefixTree:
         """
         node = self._pop_oldest_leaf()
         self.drop_snapshot(node)
+        self._note("blocks", node, node.block)
         node.is_kept = False
         del self._nodes[node.key]
         self.unused_of_part[self.part_of(node)] -= 1
@@ -233,7 +266,7 @@ class PrefixTree:
     def put_snapshot(self, node: PrefixNode, place: int) -> None:
         """The place now holds what resumes at the end of `node`."""
         assert node.snapshot < 0
-        node.snapshot = place
+        node.snapshot, node.is_demoted = place, False
         self._snapshots[place] = node
         self.snapshot_generations[place] += 1
         self._offer(node)
@@ -242,14 +275,23 @@ class PrefixTree:
         """The next snapshot to give way is this one."""
         if node.snapshot >= 0:
             self._snapshots.move_to_end(node.snapshot, last=False)
+            node.is_demoted = True
 
     def drop_snapshot(self, node: PrefixNode) -> None:
         """The boundary can no longer be resumed at; its place is free."""
         if node.snapshot >= 0:
+            if not node.is_demoted:
+                self._note("snapshots", node, node.snapshot)
             del self._snapshots[node.snapshot]
             self._free_snapshots.append(node.snapshot)
             node.snapshot = -1
             self._offer(node)
+
+    def _note(self, of: str, node: PrefixNode, row: int) -> None:
+        if self.leaving is not None:
+            content = BlockContent(node.key, node.tokens)
+            parent = b"" if node.parent is None else node.parent.key
+            self.leaving.append(Leaving(of, row, content, parent))
 
     def _touch(self, node: PrefixNode) -> None:
         node.last_used = next(self._clock)

@@ -21,10 +21,13 @@ from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.config.kinds import MAX_I32, show
 from dsv4_jax.hosts import DEFAULT_TIMEOUT_S, join_hosts
 from dsv4_jax.mesh import make_mesh
-from dsv4_jax.rules import Flag, ListOf, Real, Rule, Whole, Word, rules_of
+from dsv4_jax.rules import Bytes, Flag, ListOf, Real, Rule, Whole, Word, rules_of
 from dsv4_jax.serving.options import EngineOptions
 
 MAX_DEVICES = 1024
+_OPTIONS = {"host_cache_bytes": "--host-cache"}
+"""Options that are not called as their fields: the value has the unit."""
+
 _MAX_LISTED = 64
 
 
@@ -102,6 +105,16 @@ def whole(least: int = 1, most: int = MAX_I32) -> Callable[[str], int]:
     return read
 
 
+def num_bytes(text: str) -> int:
+    """Reads a number of bytes, such as 64GiB."""
+    try:
+        return Bytes().check("value", text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of bytes such as 4096, 512MiB or 64GiB, got {show(text)}"
+        ) from None
+
+
 def wholes(least: int = 1, most: int = MAX_I32) -> Callable[[str], list[int]]:
     """Reads one integer or more, with commas between them."""
     read_one = whole(least, most)
@@ -173,7 +186,7 @@ def utf8_text(text: str) -> str:
 
 def option_of(field: str) -> str:
     """The name of a field's option."""
-    return f"--{field.replace('_', '-')}"
+    return _OPTIONS.get(field) or f"--{field.replace('_', '-')}"
 
 
 def add_fields(
@@ -193,6 +206,7 @@ def add_fields(
         parser.add_argument(
             option_of(name),
             **_reading(rule, default),
+            dest=name,
             default=defaults.get(name, default),
             help=rules[name].help,
         )
@@ -205,6 +219,8 @@ def _reading(rule: Rule, default: Any) -> dict[str, Any]:
             return {"action": argparse.BooleanOptionalAction if default else "store_true"}
         case Word():
             return {"choices": rule.known} | ({"type": rule.named} if rule.also else {})
+        case Bytes():
+            return {"type": num_bytes, "metavar": "BYTES"}
         case Whole():
             return {"type": whole(*_bounds(rule))}
         case ListOf(item=Whole() as item):

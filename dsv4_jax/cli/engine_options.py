@@ -25,6 +25,7 @@ _OF_SERVERS = (
     "prefill_tokens",
     "max_step_ms",
     "gpu_memory_fraction",
+    "host_cache_bytes",
     "grammars",
 )
 """Fields whose options are a server's: `generate` sizes its engine by its prompts."""

@@ -143,6 +143,8 @@ def check_engine_memory(
         needs["weights"] = int(count * weight_share(config, mesh, weights=form))
         if jax.default_backend() == "cpu":
             needs = {name: each * len(mesh.local_devices) for name, each in needs.items()}
+    if options.host_cache_bytes and jax.default_backend() == "cpu":
+        needs["prefixes on the host"] = int(options.host_cache_bytes)
     check_memory(needs, way_out)
 
 

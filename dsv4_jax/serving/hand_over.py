@@ -31,7 +31,7 @@ def take_cached(loop: ServingLoop, request: Request, shape: Mapping[str, str]) -
     rows, drafts = request.cached or _NO_ROWS, request.drafts
     if request.slot >= 0:
         loop.drain()
-        loop.runner.apply(loop.shards)
+        loop.tell(None)
         drafts = _add_drawn(loop, request, copy)
         if copy.finish_reason is None:
             rows = take_request(loop.runner.devices, loop.shards, request.slot)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dsv4_jax.allocator.data_shards import DataShards
-from dsv4_jax.allocator.manager import KVCacheManager
 from dsv4_jax.allocator.seals import Seals
 from dsv4_jax.allocator.verify import Report, verify_scan
 from dsv4_jax.serving.device.hand_out import HandOut
+from dsv4_jax.serving.device.host_copies import HostCopies
 from dsv4_jax.serving.device.request_rows import put_request
 from dsv4_jax.serving.device.runner import StepRunner
 from dsv4_jax.serving.device.step_result import StepResult
@@ -21,6 +21,7 @@ from dsv4_jax.serving.requests.calls import UndoLog
 from dsv4_jax.serving.requests.request import DrawError, Request, Token
 from dsv4_jax.serving.requests.token_texts import TokenTexts
 from dsv4_jax.serving.schedule.call_load import CallLoad
+from dsv4_jax.serving.schedule.far_prefixes import NoFarPrefixes
 from dsv4_jax.serving.schedule.flight import Flight, Outlook, look
 from dsv4_jax.serving.schedule.pace import Pace
 from dsv4_jax.serving.schedule.request_queue import RequestQueue
@@ -52,6 +53,7 @@ class ServingLoop:
       queue: who waits and who runs.
       metrics: counters.
       flight: the step that was launched and not handed out; None if there is none.
+      host: copies of prefixes on the host; None if there are none.
       clock: gives seconds.
       texts: of tokens, if there is a tokenizer.
       pace: how long steps may take, and how long they take.
@@ -90,6 +92,7 @@ class ServingLoop:
         self.alone: Request | None = None
         self._returns = True
         self.flight: Flight[StepResult] | None = None
+        self.host: HostCopies | None = None
         self.queue = RequestQueue(
             self._new_shards(),
             step_tokens=plan.call_tokens,
@@ -97,6 +100,7 @@ class ServingLoop:
             undo=undo,
             clock=clock,
             bring=self._bring,
+            far=lambda: self.host or NoFarPrefixes(),
         )
 
     @property
@@ -192,31 +196,34 @@ class ServingLoop:
     def verify(self) -> Report:
         """Checks the whole cache, against the last check too; see `verify_cache`."""
         self.drain()
-        self.runner.apply(self.shards)
+        self.tell(None)
         scan = self.runner.devices.scan()
         return verify_scan(self.runner.cache, scan, self.shards.ledgers(), self._seals)
 
     def _new_shards(self) -> DataShards:
-        plan = self.runner.plan
-        managers = [
-            KVCacheManager(
-                self.runner.config,
-                max_requests=plan.max_requests,
-                max_context_tokens=plan.max_context_tokens,
-                num_blocks=plan.num_blocks,
-                num_snapshots=plan.num_snapshots,
-                cache_format=self.runner.cache_format,
-                poison=self._options.debug,
-                block_parts=plan.block_parts,
-            )
-            for _ in range(self._plan.data_shards)
-        ]
-        return DataShards(managers)
+        runner = self.runner
+        kinds = {"cache_format": runner.cache_format, "poison": self._options.debug}
+        shards = DataShards.planned(self._plan.data_shards, runner.config, runner.plan, **kinds)
+        if self.host is not None:
+            self.host.close()
+        if max_bytes := int(self._options.host_cache_bytes):
+            calls = {"apply": lambda: self.tell(self.flight), "clock": self.clock}
+            self.host = HostCopies(runner.devices, shards, max_bytes, metrics=self.metrics, **calls)
+        return shards
+
+    def tell(self, flight: Flight | None) -> None:
+        """Tells the devices what has changed, beside a step in flight; what gives way is copied."""
+        self._keep_evicted()
+        self.runner.apply(self.shards, () if flight is None else flight.slots)
+
+    def _keep_evicted(self) -> None:
+        """What gave way is copied to the host, if that keeps it, before anything writes there."""
+        if self.host is not None:
+            self.host.keep()
 
     def _bring(self, slot: int, rows: CachedRows) -> None:
         """Gives a slot the rows that its request came with, before anybody can copy from it."""
-        flight = self.flight
-        self.runner.apply(self.shards, () if flight is None else flight.slots)
+        self.tell(self.flight)
         put_request(self.runner.devices, self.shards, slot, rows)
 
     def _launch_known(self) -> Flight[StepResult] | None:
@@ -233,6 +240,8 @@ class ServingLoop:
                 continue
             running = self.queue.table
             if not running:
+                if self.host is not None and self.host.wait():
+                    continue
                 return None
             if alone is not None:
                 running = Running({alone.slot: alone}, running.known)
@@ -285,14 +294,16 @@ class ServingLoop:
         is_fed = np.zeros(len(lengths), bool)
         lengths[running.slots] = outlook.lengths
         is_fed[running.slots] = outlook.is_fed
-        runner.apply(shards, () if flight is None else flight.slots)
+        self.tell(flight)
         boundaries = []
         if not plan.is_plain:
             boundaries = find_crossed(plan, outlook, places, flight, shards)
+            self._keep_evicted()
         read = runner.run(plan, running, lengths, boundaries, is_fed)
         if plan.is_plain:
             boundaries = find_reached(plan, outlook, places, shards)
             if boundaries:
+                self._keep_evicted()
                 runner.save(boundaries)
         return Flight(plan, running, places, boundaries, read, launched_s, load)
 

@@ -14,6 +14,7 @@ from dsv4_jax.config import Idea
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.rules import (
     By,
+    Bytes,
     Flag,
     Instance,
     ListOf,
@@ -101,6 +102,9 @@ class EngineOptions:
       memory_bytes: budget of the cache.
       gpu_memory_fraction: the same as a share of the device's memory, above 0 and at most 1, less
         what is in use.
+      host_cache_bytes: of the host's memory, a number or a text such as "64GiB", for blocks and
+        snapshots of known prefixes that gave way on the devices, 0 for none; beside it there are
+        copies on their way. Not on a mesh of several processes, and not with `split_cache`.
       unroll: gives every layer arrays of its own (`unstack_layers`), which is what a step on a GPU
         wants; None does so on a GPU alone. If you keep stacked `params`, they are in memory twice.
       overlap: launches the next step before the last one's tokens are read, where the host can plan
@@ -202,6 +206,14 @@ class EngineOptions:
             help="of a device's memory; if not given, as much as all requests of full length take",
         ),
     ] = None
+    host_cache_bytes: Annotated[
+        int | str,
+        Ruled(
+            Bytes(),
+            help="of the host's memory, such as 64GiB, for prefixes that gave way on the devices; "
+            "0 is none",
+        ),
+    ] = 0
     unroll: Annotated[bool | None, Ruled(Flag())] = None
     overlap: Annotated[bool, Ruled(Flag())] = True
     debug: Annotated[bool, Ruled(Flag())] = False
@@ -218,6 +230,11 @@ class EngineOptions:
             raise ValueError(
                 f"steps_per_call={self.steps_per_call} needs steps that only decode, and there are "
                 f"none with decode_tokens={self.decode_tokens}; leave one of them out"
+            )
+        if self.host_cache_bytes and self.split_cache:
+            raise ValueError(
+                "host_cache_bytes copies blocks from one device, and split_cache deals them over "
+                "several; leave one of the two out"
             )
         if self.memory_bytes is not None and self.gpu_memory_fraction is not None:
             raise ValueError(

@@ -71,7 +71,7 @@ def put_request(devices: EngineArrays, shards: DataShards, slot: int, rows: Cach
     devices.put_rows("slots", np.array([slot], np.int32), rows.slot[None])
     blocks = _blocks_of(devices, shards, slot, rows.length_tokens)
     for part in _runs(len(blocks)):
-        padded, packed = _padded(blocks[part]), rows.blocks[part]
+        padded, packed = padded_rows(blocks[part]), rows.blocks[part]
         room = np.zeros((len(padded), packed.shape[1]), np.uint8)
         room[: len(packed)] = packed
         devices.put_rows("blocks", padded, room)
@@ -82,7 +82,7 @@ def _take(devices: EngineArrays, of: str, rows: np.ndarray) -> np.ndarray:
     found: list[np.ndarray] = []
     begun: collections.deque[tuple[jax.Array, int]] = collections.deque()
     for part in _runs(len(rows)):
-        packed = devices.take_rows(of, _padded(rows[part]))
+        packed = devices.take_rows(of, padded_rows(rows[part]))
         packed.copy_to_host_async()
         begun.append((packed, part.stop - part.start))
         if len(begun) == _COPIES_AT_ONCE:
@@ -111,7 +111,7 @@ def _runs(count: int) -> Iterator[slice]:
         yield slice(start, min(start + MOST_ROWS, count))
 
 
-def _padded(rows: np.ndarray) -> np.ndarray:
+def padded_rows(rows: np.ndarray) -> np.ndarray:
     """Rows i32[n] and, up to the next power of two, -1."""
     size = 1 << max(len(rows) - 1, 0).bit_length()
     padded = np.full(size, -1, np.int32)

@@ -155,6 +155,15 @@ class Metrics:
     evicted_blocks: Annotated[int, _counter("blocks of cached prefixes that gave way")] = 0
     snapshots: Annotated[int, _counter("snapshots kept")] = 0
     evicted_snapshots: Annotated[int, _counter("snapshots that gave way to others")] = 0
+    host_hit_tokens: Annotated[
+        int, _counter("tokens that prefixes from the host's memory spared")
+    ] = 0
+    host_stored_bytes: Annotated[int, _counter("bytes copied to the host's memory")] = 0
+    host_loaded_bytes: Annotated[int, _counter("bytes copied back from it")] = 0
+    host_evicted_bytes: Annotated[int, _counter("bytes that gave way there")] = 0
+    host_wait_s: Annotated[
+        Histogram, _histogram("seconds that a request waited for what lay on the host")
+    ] = dataclasses.field(default_factory=_fine_histogram)
     queue_s: Annotated[Histogram, _histogram("seconds from submission to a slot")] = (
         dataclasses.field(default_factory=Histogram)
     )

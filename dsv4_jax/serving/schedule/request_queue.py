@@ -14,6 +14,7 @@ from dsv4_jax.serving.metrics.metrics import Metrics
 from dsv4_jax.serving.requests.cached_rows import CachedRows
 from dsv4_jax.serving.requests.calls import UndoLog
 from dsv4_jax.serving.requests.request import Request
+from dsv4_jax.serving.schedule.far_prefixes import FarPrefixes, NoFarPrefixes
 from dsv4_jax.serving.schedule.known_tokens import KnownTokens
 from dsv4_jax.serving.schedule.running import Running
 from dsv4_jax.serving.schedule.snapshot_policy import plan_request
@@ -38,6 +39,7 @@ class RequestQueue:
         undo: UndoLog,
         clock: Callable[[], float] = time.perf_counter,
         bring: Callable[[int, CachedRows], None] = lambda slot, rows: None,
+        far: Callable[[], FarPrefixes] = NoFarPrefixes,
     ) -> None:
         """Starts without requests.
 
@@ -49,6 +51,7 @@ class RequestQueue:
           clock: seconds, of when requests are admitted.
           bring: gives a slot the rows that a request came with; the devices run that after all
             that was launched before.
+          far: the prefixes that lie elsewhere, as they are now.
         """
         self.shards = shards
         self.waiting: list[Request] = []
@@ -57,7 +60,7 @@ class RequestQueue:
         self._metrics = metrics
         self._undo = undo
         self.clock = clock
-        self._bring = bring
+        self._bring, self._far = bring, far
         self._table: Running | None = None
         num_slots = len(shards.length_tokens)
         self._known = KnownTokens(num_slots, shards.managers[0].plan.max_context_tokens)
@@ -121,6 +124,7 @@ class RequestQueue:
             self._leave_slot(request)
         else:
             self.waiting = [other for other in self.waiting if other is not request]
+            self._far().forget(request)
 
     def preempt(self, request: Request) -> None:
         """A running request gives slot and blocks back and waits; its prefix may stay cached."""
@@ -133,15 +137,19 @@ class RequestQueue:
         """Moves waiting requests to free slots, in order, while there is room for all to go on.
 
         `DataShards.choose` says which data shard a request goes to. Of samples of one prompt one
-        reads it, and the others wait for that. With `only` no other request gets a slot.
+        reads it, and the others wait for that. Whose prefix is on its way from elsewhere is left
+        out until it has come. With `only` no other request gets a slot.
         """
+        far = self._far()
+        far.poll()
         if not self.waiting or not any(one.num_free_slots for one in self.shards.managers):
             return
         if only is None:
             self._fork_samples()
         while True:
             waiting = self.waiting if only is None else [o for o in self.waiting if o is only]
-            request = next((one for one in waiting if one.leader in (None, one)), None)
+            ready = (one for one in waiting if not far.is_fetching(one))
+            request = next((one for one in ready if one.leader in (None, one)), None)
             if request is None:
                 break
             wanted = self._wanted_tokens(request)
@@ -152,6 +160,8 @@ class RequestQueue:
                 break
             if request.cached is not None:
                 self._settle(request, self.shards.admit(shard, wanted, *prefix), request.cached)
+                continue
+            if far.begin(request, shard, request.known, request.salt, wanted):
                 continue
             prefixes = self.shards.managers[shard].prefixes
             known_tokens = prefixes.known_tokens(request.known, request.salt)
@@ -246,6 +256,7 @@ class RequestQueue:
     def _start(self, request: Request, slot: int, length: int) -> None:
         """A request gets a slot, which holds its first tokens already."""
         self._undo.save(request)
+        self._far().forget(request)
         request.slot = slot
         self._known.enter(request, self._undo)
         self._drop_table()

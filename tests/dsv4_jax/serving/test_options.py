@@ -47,6 +47,7 @@ def test_each_option_of_the_command_line_reaches_its_field():
         "cache_format": ["f32"], "prefill_tokens": ["8,16"], "draft_tokens": ["2"],
         "steps_per_call": ["4"], "activations": ["bfloat16"], "prefill_activations": ["fp8"],
         "gpu_memory_fraction": ["0.5"], "max_step_ms": ["40"],
+        "host_cache_bytes": ["3MiB"],
     }  # fmt: skip
     given = [word for name, text in words.items() for word in (arguments.option_of(name), *text)]
     chosen = arguments.chosen_fields(parser.parse_args([*given, "--no-grammars"]), EngineOptions)
@@ -54,7 +55,7 @@ def test_each_option_of_the_command_line_reaches_its_field():
         "split_cache": True, "max_requests": 3, "max_context_tokens": 99, "cache_format": "f32",
         "prefill_tokens": [8, 16], "draft_tokens": 2, "steps_per_call": 4,
         "activations": "bfloat16", "prefill_activations": "fp8", "gpu_memory_fraction": 0.5,
-        "grammars": False, "max_step_ms": 40.0,
+        "grammars": False, "max_step_ms": 40.0, "host_cache_bytes": 3 * 2**20,
     }  # fmt: skip
     assert {name for name, ruled in rules_of(EngineOptions).items() if ruled.help} == set(chosen)
 
@@ -63,6 +64,7 @@ def test_each_option_of_the_command_line_reaches_its_field():
     ("words", "told"),
     [
         (["--draft-tokens", "17"], "argument --draft-tokens: must be a whole number from 0 to 16"),
+        (["--host-cache", "64gb"], "argument --host-cache: must be a number of bytes such as 4096"),
         (["--steps-per-call", "0"], "argument --steps-per-call: must be a whole number from 1 to"),
         (["--gpu-memory-fraction", "0"], "must be a finite number from 0.01 to 1"),
         (
@@ -132,7 +134,7 @@ def test_processes_of_a_mesh_see_every_option_of_another_engine():
         "grammars": False, "activations": "bfloat16", "prefill_activations": "bfloat16",
         "num_blocks": 200, "num_snapshots": 1, "memory_bytes": 2**32, "unroll": True,
         "overlap": False, "debug": True, "split_cache": True, "steps_per_call": 2,
-        "max_step_ms": 40,
+        "max_step_ms": 40, "host_cache_bytes": 2**20,
     }  # fmt: skip
     not_shown = {"mesh", "idea", "gpu_memory_fraction"}
     assert FIELDS.keys() - others.keys() == not_shown

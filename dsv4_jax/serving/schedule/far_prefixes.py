@@ -1,0 +1,49 @@
+"""Prefixes that lie elsewhere than on the devices, as whoever admits requests sees them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from dsv4_jax.serving.requests.request import Request
+
+
+class FarPrefixes(Protocol):
+    """Brings prefixes back for requests that wait; no method waits for a copy."""
+
+    def poll(self) -> None:
+        """Gives the prefix trees what has come."""
+
+    def is_fetching(self, request: Request) -> bool:
+        """Whether a request waits for its copies."""
+        ...
+
+    def begin(
+        self, request: Request, shard: int, token_ids: np.ndarray, salt: bytes, max_tokens: int
+    ) -> bool:
+        """Begins to bring a longer prefix back than the tree can resume; whether it does."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """A request has a slot, or does not wait any more."""
+
+
+class NoFarPrefixes:
+    """There are none."""
+
+    def poll(self) -> None:
+        """Nothing comes."""
+
+    def is_fetching(self, request: Request) -> bool:
+        """Nobody waits."""
+        return False
+
+    def begin(
+        self, request: Request, shard: int, token_ids: np.ndarray, salt: bytes, max_tokens: int
+    ) -> bool:
+        """There is nothing to bring back."""
+        return False
+
+    def forget(self, request: Request) -> None:
+        """Nobody was known."""

@@ -1,0 +1,214 @@
+"""The host tier: whoever is evicted, moved and brought back gets what he gets alone, to the bit."""
+
+import time
+
+import numpy as np
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax.allocator.host_tier import HostTier
+from dsv4_jax.allocator.prefix_tree import BlockContent
+from dsv4_jax.cache.packed_rows import row_bytes
+from dsv4_jax.serving.device import host_copies
+from helpers import serving
+from helpers.engine_life import Life, alone
+from helpers.serving import limit, make_engine, prompt, run_to_end
+
+OPTIONS = {"max_new_tokens": 6, "stop_token_ids": ()}
+
+
+def evict(engine):
+    """All that no request uses leaves the device, and is on the host after it."""
+    for manager in engine.loop.shards.managers:
+        manager.evict(manager.num_blocks)
+    settle(engine)
+
+
+def settle(engine):
+    host = engine.loop.host
+    engine.loop.host.keep()
+    while host._storing:
+        time.sleep(0.001)
+        host.keep()
+
+
+def check(engine):
+    """The bound is exact, and only what is on its way is held."""
+    host = engine.loop.host
+    pages = list(host.tier._pages.values())
+    assert host.tier.num_bytes == sum(page.data.nbytes for page in pages) <= host.tier.max_bytes
+    if not host._fetches and not host._storing:
+        assert not any(page.holders for page in pages)
+
+
+class MovedLife(Life):
+    """A life in which everything is evicted after every event, now and then at once."""
+
+    def event(self):
+        super().event()
+        if self.rng.random() < 0.8:
+            evict(self.engine)
+        check(self.engine)
+
+
+def live(engine, seed, count):
+    life = MovedLife(engine, seed)
+    for _ in range(count):
+        life.event()
+    life.finish()
+    settle(engine)
+    check(engine)
+    assert not engine.loop.host._fetches
+    return engine.metrics
+
+
+def test_whatever_is_evicted_and_brought_back_a_request_gets_what_it_gets_alone():
+    metrics = live(limit(make_engine(host_cache_bytes=10**6), num_blocks=12), 1, 70)
+    assert metrics.host_hit_tokens > 0
+    assert metrics.host_stored_bytes >= metrics.host_loaded_bytes > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_bytes", [5_000, 20_000, 60_000, 10**6])
+@pytest.mark.parametrize("debug", [False, True])
+def test_long_lives_with_tiny_tiers(num_bytes, debug):
+    """Tiers of a page or two, of some, and of all; with few blocks; with freed bytes poisoned."""
+    hits = 0
+    for seed in range(3):
+        if debug:
+            engine = make_engine(debug=True, host_cache_bytes=num_bytes)
+        else:
+            engine = limit(make_engine(host_cache_bytes=num_bytes), num_blocks=6, num_snapshots=3)
+        hits += live(engine, seed, 200).host_hit_tokens
+    assert hits > 0 or num_bytes < 20_000
+
+
+def test_a_prefix_comes_back_and_nothing_of_it_is_computed_again():
+    """Its blocks and its snapshot; another salt gets none of it."""
+    engine = make_engine(debug=True, host_cache_bytes=10**6)
+    text = prompt(np.random.default_rng(2), 300)
+    wanted = alone(text, OPTIONS)
+    assert run_to_end(engine, engine.submit(text, salt="a", **OPTIONS))[0] == wanted
+    evict(engine)
+    assert engine.metrics.cached_blocks == 0
+    other = run_to_end(engine, engine.submit(text, salt="b", **OPTIONS))[0]
+    assert (other, other.hit_tokens, engine.metrics.host_hit_tokens) == (wanted, 0, 0)
+    again = run_to_end(engine, engine.submit(text, salt="a", **OPTIONS))[0]
+    assert (again, again.hit_tokens) == (wanted, 256)
+    assert engine.metrics.host_hit_tokens == 256
+    blocks, snapshot = 2 * row_bytes(engine.cache.paged), engine.plan.pools.bytes_per_snapshot
+    assert engine.metrics.host_loaded_bytes == blocks + snapshot
+    assert engine.metrics.host_wait_s.count == 1
+
+
+def test_others_run_while_a_copy_is_on_its_way(monkeypatch):
+    """One that runs and one that comes later are served; who waits is admitted when it has come."""
+    engine = make_engine(host_cache_bytes=10**6)
+    rng = np.random.default_rng(3)
+    text, short = prompt(rng, 300), prompt(rng, 9)
+    wanted = alone(text, OPTIONS)
+    run_to_end(engine, engine.submit(text, **OPTIONS))
+    evict(engine)
+    gather, may_come = host_copies._gather, []
+
+    def late(*arguments):
+        while not may_come:
+            time.sleep(0.001)
+        return gather(*arguments)
+
+    monkeypatch.setattr(host_copies, "_gather", late)
+    runs = engine.submit(short, **(OPTIONS | {"max_new_tokens": 60}))
+    engine.step()
+    waits, later = engine.submit(text, **OPTIONS), engine.submit(short, **OPTIONS)
+    gone = engine.submit(text, **OPTIONS)
+    run_to_end(engine, later)
+    assert engine.requests[runs].slot >= 0
+    assert engine.requests[waits].slot < 0
+    assert engine.cancel(gone)
+    may_come.append(True)
+    done = run_to_end(engine, waits)[0]
+    assert (done, done.hit_tokens) == (wanted, 256)
+    engine.cancel(runs)
+    settle(engine)
+    check(engine)
+
+
+def test_a_copy_that_fails_is_a_miss(monkeypatch):
+    engine = make_engine(host_cache_bytes=10**6)
+    text = prompt(np.random.default_rng(4), 300)
+    wanted = alone(text, OPTIONS)
+    run_to_end(engine, engine.submit(text, **OPTIONS))
+
+    def fail(*arguments):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_copies, "_fill", fail)
+        evict(engine)
+    assert engine.loop.host.tier.num_pages == 0
+    assert run_to_end(engine, engine.submit(text, **OPTIONS))[0] == wanted
+    evict(engine)
+    monkeypatch.setattr(host_copies, "_gather", fail)
+    again = run_to_end(engine, engine.submit(text, **OPTIONS))[0]
+    assert (again, again.hit_tokens) == (wanted, 0)
+    check(engine)
+
+
+def test_after_a_call_that_raised_nothing_is_left_on_the_host(monkeypatch):
+    engine = make_engine(host_cache_bytes=10**6)
+    text = prompt(np.random.default_rng(5), 300)
+    wanted = alone(text, OPTIONS)
+    run_to_end(engine, engine.submit(text, **OPTIONS))
+    evict(engine)
+    request_id = engine.submit(text, **OPTIONS)
+
+    def fail(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.loop.runner.devices, "put_rows", fail)
+        with pytest.raises(KeyboardInterrupt):
+            run_to_end(engine, request_id)
+    assert run_to_end(engine, request_id)[0] == wanted
+    assert engine.metrics.host_hit_tokens == 0
+
+
+def content(number):
+    return BlockContent(bytes([number]), b"tokens%d" % number)
+
+
+def test_pages_give_way_within_the_bound_and_never_while_they_are_held():
+    tier = HostTier(100)
+    pages = [tier.add("blocks", content(n), b"", 30) for n in range(3)]
+    assert (tier.num_bytes, tier.add("blocks", content(9), b"", 30)) == (90, None)  # all are held
+    tier.let_go(pages)
+    tier.hold(pages[:2])
+    assert tier.find("blocks", content(2), b"") is pages[2]
+    assert tier.add("snapshots", content(2), b"", 101) is None
+    assert tier.num_pages == 3
+    new = tier.add("snapshots", content(2), b"", 40)
+    assert tier.find("blocks", content(2), b"") is None
+    assert (tier.num_bytes, tier.evicted_bytes) == (100, 30)
+    tier.let_go([*pages[:2], new])
+    tier.add("blocks", content(4), b"", 30)
+    found = [tier.find("blocks", content(n), b"") is not None for n in range(5)]
+    assert found == [True, False, False, False, True]  # of a prefix its end goes first
+
+
+def test_a_page_of_other_tokens_or_another_parent_is_a_miss():
+    tier = HostTier(100)
+    page = tier.add("blocks", content(1), b"parent", 30)
+    assert tier.find("blocks", content(1), b"parent") is page
+    assert tier.find("blocks", content(1)._replace(tokens=b"others"), b"parent") is None
+    assert tier.find("blocks", content(1), b"") is None
+    assert tier.find("snapshots", content(1), b"parent") is None
+    assert tier.add("blocks", content(1), b"parent", 30) is None
+    tier.drop(page)
+    assert (tier.num_bytes, tier.num_pages) == (0, 0)
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="host_cache_bytes must be at least 0, got -1"):
+        ds.Engine(*serving.one_layer(), host_cache_bytes=-1)
+    with pytest.raises(ValueError, match="leave one of the two out"):
+        ds.Engine(*serving.one_layer(), host_cache_bytes=1, split_cache=True)
