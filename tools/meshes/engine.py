@@ -30,12 +30,15 @@ def add_arguments(parser):
     parser.add_argument("--alone", action="store_true", help="greedy tokens of one device too")
     parser.add_argument("--split", action="store_true", help="deal blocks over model")
     parser.add_argument("--moves", action="store_true", help="requests leave, and come again")
+    parser.add_argument("--host", action="store_true", help="all that is unused goes to the host")
     parser.add_argument("--small", action="store_true", help="one layer, no drafts")
 
 
 def check_all(arguments):
     if arguments.small:
         use_small_model()
+    if arguments.host:
+        OPTIONS["host_cache_bytes"] = 10**6
     if arguments.split:
         OPTIONS["split_cache"] = True
     found = {name: check(name, arguments) for name in arguments.meshes}
@@ -79,12 +82,15 @@ def lives(mesh, plain, *, seeds, events, scarce, moves=False):
             life.event()
             if moves and number % 5 == 0:
                 moved += life.move(life)
+            for manager in engine.loop.shards.managers if engine.loop.host else ():
+                manager.evict(manager.num_blocks)
             now = [shard.running for shard in engine.metrics.data_shards]
             most = [max(pair) for pair in zip(most, now, strict=True)]
             check_metrics(engine)
         life.finish()
         metrics = engine.metrics
         names = ("hit_tokens", "accepted_tokens", "preempted", "evicted_blocks", "snapshots")
+        names += ("host_hit_tokens",)
         counts.append(life.counts | {name: getattr(metrics, name) for name in names})
         counts[-1] |= {"most_running": most, "moved": moved}
     return counts

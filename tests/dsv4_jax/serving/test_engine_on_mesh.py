@@ -40,6 +40,14 @@ def test_requests_that_leave_a_mesh_come_to_any_of_its_shards(mesh, options):
     assert life["moved"] > 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["2x1", "2x2"])
+def test_prefixes_that_lie_on_the_host_come_back_to_any_shard_of_a_mesh(mesh):
+    options = ("--events", "110", "--host", "--small", "--seeds", "4")
+    (life,) = on_cpus.run("engine", mesh, *options)[mesh]["lives"]
+    assert life["host_hit_tokens"] > 0
+
+
 @pytest.fixture(scope="module")
 def long_lives():
     """With drafts, snapshots and every type of layer; by mesh, and tokens of one device."""
