@@ -61,7 +61,7 @@ class Lives:
 @pytest.mark.parametrize(
     ("scarce", "seed", "count"),
     [
-        (False, 0, 24),
+        pytest.param(False, 0, 24, marks=pytest.mark.slow),
         pytest.param(True, 0, 60, marks=pytest.mark.slow),
         pytest.param(False, 1, 60, marks=pytest.mark.slow),
         pytest.param(True, 2, 60, marks=pytest.mark.slow),
@@ -135,6 +135,7 @@ def test_what_a_step_in_flight_drew_is_part_of_it():
             assert cached.rows is None
 
 
+@pytest.mark.slow
 def test_texts_stops_grammars_and_logprobs_go_on():
     """What held text back, or follows a grammar, is followed anew from the tokens."""
     model = serving.one_layer(vocab_size=260, eos_token_ids=(257,))
