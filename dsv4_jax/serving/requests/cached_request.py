@@ -113,8 +113,8 @@ class CachedRequest:
         ):
             if getattr(self, name) > most:
                 checks.refuse(name, f"at most {most}, {of}", getattr(self, name))
-        if len(self.logprobs) not in (0, drawn):
-            rule = f"none, or one for each of {drawn} drawn tokens"
+        if len(self.logprobs) != (0 if self.sampling.logprobs is None else drawn):
+            rule = f"one for each of {drawn} drawn tokens where sampling asks for them, else none"
             checks.refuse("logprobs", rule, len(self.logprobs))
 
     @property
@@ -173,7 +173,13 @@ class CachedRequest:
                 f"data must be all that CachedRequest.to_bytes gave, and its {len(data)} bytes "
                 "are others: their digest is wrong; send them again"
             )
-        fields: Any = serialization.msgpack_restore(body)
+        try:
+            fields: Any = serialization.msgpack_restore(body)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                "data must be bytes that CachedRequest.to_bytes gave, and what follows their "
+                f"digest is something else: {error}"
+            ) from error
         try:
             settings = fields["sampling"]
             if settings["grammar"] is not None:

@@ -125,6 +125,9 @@ class RequestQueue:
         else:
             self.waiting = [other for other in self.waiting if other is not request]
             self._far().forget(request)
+            if request.cached is not None:  # it may be gigabytes, and the request is kept
+                self._undo.save(request)
+                request.cached = None
 
     def preempt(self, request: Request) -> None:
         """A running request gives slot and blocks back and waits; its prefix may stay cached."""

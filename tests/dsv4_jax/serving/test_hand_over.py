@@ -15,7 +15,9 @@ import dsv4_jax as ds
 from dsv4_jax.cache.packed_rows import pack_rows, row_bytes, unpack_rows
 from dsv4_jax.serving import Grammar
 from dsv4_jax.serving.device import request_rows
+from dsv4_jax.serving.requests import cached_request
 from dsv4_jax.serving.requests.cached_request import CachedRequest
+from dsv4_jax.serving.requests.request import TokenLogprobs
 from helpers import serving, slow
 from helpers.engine_life import Life, alone
 from helpers.schedules import assert_same_bytes
@@ -61,7 +63,7 @@ class Lives:
 @pytest.mark.parametrize(
     ("scarce", "seed", "count"),
     [
-        pytest.param(False, 0, 24, marks=pytest.mark.slow),
+        (False, 0, 24),
         pytest.param(True, 0, 60, marks=pytest.mark.slow),
         pytest.param(False, 1, 60, marks=pytest.mark.slow),
         pytest.param(True, 2, 60, marks=pytest.mark.slow),
@@ -135,7 +137,6 @@ def test_what_a_step_in_flight_drew_is_part_of_it():
             assert cached.rows is None
 
 
-@pytest.mark.slow
 def test_texts_stops_grammars_and_logprobs_go_on():
     """What held text back, or follows a grammar, is followed anew from the tokens."""
     model = serving.one_layer(vocab_size=260, eos_token_ids=(257,))
@@ -282,6 +283,8 @@ def test_tokens_after_the_end_of_an_answer_are_refused():
         ({"slot": np.zeros(1, np.int8)}, "slot must be"),
         ({"blocks": np.zeros((1, 1), np.uint16)}, "blocks must be"),
         ({"logprobs": (1,)}, "logprobs must be"),
+        ({"logprobs": (TokenLogprobs(-1.0, ()),) * 2}, "logprobs must be one for each of 2"),
+        ({"sampling": ds.SamplingParams(logprobs=1)}, "logprobs must be one for each of 2"),
         ({"sampling": {}}, "sampling must be"),
         ({"speculate": 1}, "speculate must be"),
     ],
@@ -311,6 +314,40 @@ def test_bytes_that_are_damaged_cut_or_of_something_else_are_refused():
     for wrong in (b"", b"PK\3\4", "text", None, 3):
         with pytest.raises(ValueError, match="data must be"):
             CachedRequest.from_bytes(wrong)
+
+
+def test_arrays_come_in_parts_where_one_is_too_long_for_the_format(monkeypatch):
+    """As blocks of a million tokens are."""
+    engine = small_engine()
+    request_id = engine.submit([1, 2], **OPTIONS)
+    step_to(engine, request_id, drawn=2)
+    cached = engine.snapshot(request_id)
+    monkeypatch.setattr("flax.serialization.MAX_CHUNK_SIZE", 100)
+    came = sent(cached)
+    for name in ("token_ids", "slot", "blocks"):
+        np.testing.assert_array_equal(getattr(came, name), getattr(cached, name), strict=True)
+    engine.cancel(request_id)
+
+
+def test_other_fields_with_a_digest_of_their_own_are_refused_too():
+    engine = small_engine()
+    body = engine.snapshot(engine.submit([1, 2], **OPTIONS)).to_bytes()[8 + 32 :]
+    for wrong in (b"", b"\xc1", b"\x90", body.replace(b"uint8", b"uint9"), body + b"\0"):
+        data = cached_request._MAGIC + cached_request._digest(wrong) + wrong
+        with pytest.raises(ValueError, match="data must"):
+            CachedRequest.from_bytes(data)
+
+
+def test_a_request_that_ends_while_it_waits_lets_its_rows_go():
+    """It is kept until its completion is taken, and they may be gigabytes."""
+    engine = small_engine()
+    request_id = engine.submit([1, 2], **OPTIONS)
+    step_to(engine, request_id, drawn=2)
+    waits = engine.restore(engine.snapshot(request_id))
+    assert engine.requests[waits].cached is not None
+    assert engine.cancel(waits)
+    assert engine.requests[waits].cached is None
+    engine.cancel(request_id)
 
 
 @pytest.mark.parametrize(
