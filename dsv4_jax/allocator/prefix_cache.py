@@ -206,11 +206,13 @@ class PrefixCache:
           logical: its number in the prefix.
 
         Returns:
-          Its node; None if the key is another's, or if no block is free.
+          Its node; None if the key is another's, or if no block is free beside one for each
+          admitted request, which may need it meanwhile.
         """
         node = self.tree.find_child(parent, content)
         if node is None:
-            if min(self._blocks.left_beside((), logical, logical + 1)) < 0:
+            left = self._blocks.left_beside((), logical, logical + 1)
+            if min(left) < 0 or sum(left) < len(self._requests):
                 return None
             block = self._blocks.take(logical)
             node = self.tree.insert(parent, content, block)

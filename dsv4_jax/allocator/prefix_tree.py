@@ -222,6 +222,7 @@ class PrefixTree:
         self._touch(node)
         if node.snapshot >= 0:
             self._snapshots.move_to_end(node.snapshot)
+            node.is_demoted = False
 
     def leave(self, node: PrefixNode) -> None:
         """Counts one user less."""

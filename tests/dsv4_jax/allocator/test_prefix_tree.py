@@ -33,6 +33,18 @@ def test_a_snapshot_that_was_demoted_gives_way_first():
     assert [node.snapshot >= 0 for node in nodes] == [True, True, False]
 
 
+def test_a_snapshot_that_was_demoted_and_then_used_is_worth_keeping_again():
+    tree, nodes = grown(3)
+    tree.leaving = []
+    for node in nodes[1:]:
+        tree.demote_snapshot(node)
+    tree.use(nodes[2])
+    for expected in (1, 0, 2):
+        tree.take_snapshot_place()
+        assert nodes[expected].snapshot == -1
+    assert [one.content.key for one in tree.leaving] == [nodes[0].key, nodes[2].key]
+
+
 def test_the_least_recently_used_leaf_is_evicted_and_one_in_use_is_not():
     tree, nodes = grown(3)
     tree.use(nodes[1])
