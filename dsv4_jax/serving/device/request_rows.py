@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -75,6 +76,19 @@ def put_request(devices: EngineArrays, shards: DataShards, slot: int, rows: Cach
         room = np.zeros((len(padded), packed.shape[1]), np.uint8)
         room[: len(packed)] = packed
         devices.put_rows("blocks", padded, room)
+
+
+def copy_jobs(devices: EngineArrays) -> list[tuple[str, Callable[[], object]]]:
+    """By name, what compiles and runs the programs that copy blocks and snapshots, idle."""
+
+    def copy(of: str) -> None:
+        for count in (1 << bits for bits in range(MOST_ROWS.bit_length())):
+            nowhere = np.full(count, -1, np.int32)
+            rows = np.zeros((count, devices.bytes_of_row(of)), np.uint8)
+            jax.block_until_ready(devices.take_rows(of, nowhere))
+            devices.put_rows(of, nowhere, jax.device_put(rows))
+
+    return [(f"copies of {of}", functools.partial(copy, of)) for of in ("blocks", "snapshots")]
 
 
 def _take(devices: EngineArrays, of: str, rows: np.ndarray) -> np.ndarray:

@@ -23,6 +23,7 @@ from dsv4_jax.serving.device.drawn_counts import CountKeeper
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
 from dsv4_jax.serving.device.grammar_masks import GrammarKeeper
 from dsv4_jax.serving.device.hosted_arrays import HostedArrays
+from dsv4_jax.serving.device.request_rows import copy_jobs
 from dsv4_jax.serving.device.step_result import StepResult
 from dsv4_jax.serving.metrics.metrics import UnitBytes
 from dsv4_jax.serving.requests.grammars import Grammars
@@ -270,6 +271,8 @@ class StepRunner:
             for name, plan, is_simple in steps
         ]
         jobs.append(("verification", self.devices.scan))
+        if self._engine_plan.options.host_cache_bytes and self.plan.num_snapshots:
+            jobs += copy_jobs(self.devices)
         if self._engine_plan.grammars:
             jobs.append(("tokenizer of grammars", self._grammars.prepare))
         times = []

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from dsv4_jax.cache.packed_rows import _unpacking, pack_rows
 from dsv4_jax.serving.device import engine_arrays
 from helpers import slow, tolerance
 from helpers.serving import SIZES, one_layer, prompt, run_to_end
@@ -76,6 +77,21 @@ def test_nothing_compiles_after_warmup(case):
     assert not engine.verify().problems
     engine.step()  # which counts compiles
     assert engine.metrics.hit_tokens > 0
+    assert engine.metrics.compiles == compiled
+
+
+def test_neither_do_copies_of_prefixes_to_the_host_and_back():
+    pack_rows.clear_cache()  # as above
+    _unpacking.cache_clear()
+    engine = make_engine(draft_tokens=0, decode_tokens=None, host_cache_bytes=10**6)
+    listed = dict(engine.warmup())
+    assert list(listed)[-2:] == ["copies of blocks", "copies of snapshots"]
+    compiled = engine.metrics.compiles
+    text = prompt(np.random.default_rng(4), 600)
+    for length in (600, 400, 200):
+        run_to_end(engine, engine.submit(text[:length], max_new_tokens=3, stop_token_ids=()))
+        engine.loop.shards.managers[0].evict(10**6)
+    assert engine.metrics.host_hit_tokens > 0
     assert engine.metrics.compiles == compiled
 
 
