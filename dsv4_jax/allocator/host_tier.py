@@ -82,6 +82,12 @@ class HostTier:
         self.num_bytes += num_bytes
         return page
 
+    def use(self, contents: Iterable[tuple[str, BlockContent]]) -> None:
+        """Pages of these contents, where they are there, are the last used, the last one last."""
+        for of, content in contents:
+            if (of, content.key) in self._pages:
+                self._pages.move_to_end((of, content.key))
+
     def hold(self, pages: Iterable[Page]) -> None:
         """Nobody takes these away until `let_go`, and they are the last used, the first last.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 
 import jax
@@ -30,17 +31,24 @@ MOST_STORING = 4
 """Runs on their way to the host. What leaves while there are so many is gone: a run is memory of
 the device, too."""
 
+MOST_LOADING = 8
+"""Runs on their way to the device, of all requests: they are memory of the device, too."""
+
 _FETCHING = 4
-"""Requests whose copies are on their way to the device at once."""
+"""Threads that copy them."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Run:
-    """Pages of one kind, in order, on their way to the device."""
+    """Pages of one kind, in order, for the device.
+
+    `filled` are what some of them wait for, and `packed` is None until it is their turn.
+    """
 
     of: str
     pages: list[Page]
-    packed: concurrent.futures.Future[jax.Array]
+    filled: list[concurrent.futures.Future[None]]
+    packed: concurrent.futures.Future[jax.Array] | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -103,10 +111,16 @@ class HostCopies:
         self._end_stores()
         for shard, manager in enumerate(self._shards.managers):
             leaving, manager.prefixes.tree.leaving = manager.prefixes.tree.leaving or [], []
-            for of in ("blocks", "snapshots"):
-                rows = [one for one in leaving if one.of == of]
+            # The end of a prefix leaves first, and is of no use without the beginning: where not
+            # all find a place, that goes before it, and is the last used in the end.
+            runs: list[tuple[int, str, list[Leaving]]] = []
+            for of in ("snapshots", "blocks"):
+                rows = [one for one in reversed(leaving) if one.of == of]
                 for start in range(0, len(rows), MOST_ROWS):
-                    self._store(of, shard, rows[start : start + MOST_ROWS])
+                    runs.append((start, of, rows[start : start + MOST_ROWS]))
+            for _, of, rows in sorted(runs, key=operator.itemgetter(0)):
+                self._store(of, shard, rows)
+            self.tier.use((one.of, one.content) for one in leaving)
 
     def is_fetching(self, request: Request) -> bool:
         """Whether a request waits for its copies."""
@@ -126,6 +140,7 @@ class HostCopies:
           salt: its salt.
           max_tokens: as in `KVCacheManager.admit`.
         """
+        self.keep()  # who was admitted a moment ago may have pushed out what this one wants
         if request in self._tried or not self.tier.num_pages:
             return False
         self._tried.add(request)
@@ -153,31 +168,32 @@ class HostCopies:
         for node in chain:
             prefixes.tree.use(node)
         runs = [
-            self._load("blocks", blocks[start : start + MOST_ROWS])
+            self._run("blocks", blocks[start : start + MOST_ROWS])
             for start in range(0, len(blocks), MOST_ROWS)
         ]
-        runs.append(self._load("snapshots", [snapshot]))
+        runs.append(self._run("snapshots", [snapshot]))
         more = (length - resumable) * prefixes.tree.block_tokens
         self._fetches[request] = _Fetch(request, shard, runs, chain, more, self._clock())
+        self._load_next()
         return True
 
     def poll(self) -> None:
         """Gives the trees what has come; waits for nothing."""
         for fetch in list(self._fetches.values()):
-            while fetch.runs and fetch.runs[0].packed.done():
-                if not self._bring_back(fetch):
+            while fetch.runs and (packed := fetch.runs[0].packed) is not None and packed.done():
+                if not self._bring_back(fetch, packed):
                     break
             if not fetch.runs and fetch.request in self._fetches:
                 self._metrics.host_hit_tokens += fetch.num_tokens
                 self._end(fetch)
+        self._load_next()
 
     def wait(self) -> bool:
-        """Where nothing else is to do: waits for the first copy; whether there is one."""
-        fetch = next(iter(self._fetches.values()), None)
-        if fetch is None:
-            return False
-        concurrent.futures.wait([fetch.runs[0].packed])
-        return True
+        """Where nothing else is to do: waits for a copy; whether somebody waits for any."""
+        firsts = [fetch.runs[0].packed for fetch in self._fetches.values()]
+        begun = [packed for packed in firsts if packed is not None]
+        concurrent.futures.wait(begun, return_when=concurrent.futures.FIRST_COMPLETED)
+        return bool(firsts)
 
     def close(self) -> None:
         """Copies that have not begun never will; who has the engine makes new ones."""
@@ -217,21 +233,36 @@ class HostCopies:
                     self.tier.drop(page)
             self.tier.let_go(pages)
 
-    def _load(self, of: str, pages: list[Page]) -> _Run:
+    def _run(self, of: str, pages: list[Page]) -> _Run:
         filled = [self._filling[page] for page in pages if page in self._filling]
-        return _Run(of, pages, self._fetcher.submit(_gather, pages, filled))
+        return _Run(of, pages, filled)
 
-    def _bring_back(self, fetch: _Fetch) -> bool:
-        """Gives the tree the first run of a fetch; False ends it."""
+    def _load_next(self) -> None:
+        """Begins runs of those who wait, in turn, while no more than so many are on their way."""
+        begun = {
+            fetch: sum(run.packed is not None for run in fetch.runs)
+            for fetch in self._fetches.values()
+        }
+        while sum(begun.values()) < MOST_LOADING:
+            left = [fetch for fetch, count in begun.items() if count < len(fetch.runs)]
+            if not left:
+                return
+            fetch = min(left, key=begun.__getitem__)  # of several the oldest
+            run = fetch.runs[begun[fetch]]
+            run.packed = self._fetcher.submit(_gather, run.pages, run.filled)
+            begun[fetch] += 1
+
+    def _bring_back(self, fetch: _Fetch, packed: concurrent.futures.Future[jax.Array]) -> bool:
+        """Gives the tree the first run of a fetch, which has come; False ends it."""
         manager, run = self._shards.managers[fetch.shard], fetch.runs[0]
-        failed = run.packed.exception()
+        failed = packed.exception()
         self._apply()  # hits that are pending may read what gives way now
         rows = [] if failed else self._take_rows(manager, fetch, run)
         self._apply()  # what gives way is copied, and poisoned, before it is written
-        numbers = np.full(run.packed.result().shape[0] if not failed else 0, -1, np.int32)
+        numbers = np.full(packed.result().shape[0] if not failed else 0, -1, np.int32)
         numbers[: len(rows)] = self._through(run.of, fetch.shard, np.array(rows, np.int32))
         if len(rows):
-            self._devices.put_rows(run.of, numbers, run.packed.result())
+            self._devices.put_rows(run.of, numbers, packed.result())
         if len(rows) < len(run.pages):
             self._give_up(fetch)
             return False
@@ -270,6 +301,8 @@ class HostCopies:
 
     def _give_up(self, fetch: _Fetch) -> None:
         for run in fetch.runs:
+            if run.packed is not None:
+                run.packed.cancel()
             self.tier.let_go(run.pages)
         fetch.runs = []
         self._end(fetch)

@@ -1,5 +1,6 @@
 """The host tier: whoever is evicted, moved and brought back gets what he gets alone, to the bit."""
 
+import threading
 import time
 
 import numpy as np
@@ -62,7 +63,6 @@ def live(engine, seed, count):
     return engine.metrics
 
 
-@pytest.mark.slow
 def test_whatever_is_evicted_and_brought_back_a_request_gets_what_it_gets_alone():
     metrics = live(limit(make_engine(host_cache_bytes=10**6), num_blocks=12), 1, 70)
     assert metrics.host_hit_tokens > 0
@@ -132,6 +132,69 @@ def test_others_run_while_a_copy_is_on_its_way(monkeypatch):
     engine.cancel(runs)
     settle(engine)
     check(engine)
+
+
+def test_copies_on_their_way_back_are_bounded_however_many_wait_for_them(monkeypatch):
+    """They are memory of the device; who waits gets them in turn, and nothing is computed again."""
+    engine = make_engine(host_cache_bytes=10**6)
+    rng = np.random.default_rng(6)
+    texts = [prompt(rng, 300) for _ in range(3)]
+    wanted = [alone(text, OPTIONS) for text in texts]
+    for text in texts:
+        run_to_end(engine, engine.submit(text, **OPTIONS))
+    evict(engine)
+    gather, may_come = host_copies._gather, threading.Event()
+
+    def late(*arguments):
+        may_come.wait()
+        return gather(*arguments)
+
+    monkeypatch.setattr(host_copies, "_gather", late)
+    monkeypatch.setattr(host_copies, "MOST_ROWS", 1)
+    monkeypatch.setattr(host_copies, "MOST_LOADING", 2)
+    runs = engine.submit(prompt(rng, 9), **(OPTIONS | {"max_new_tokens": 60}))
+    engine.step()
+    ids = [engine.submit(text, **OPTIONS) for text in texts]
+    engine.step()
+    fetches = engine.loop.host._fetches.values()
+    begun = [sum(run.packed is not None for run in fetch.runs) for fetch in fetches]
+    assert [len(fetch.runs) for fetch in fetches] == [3, 3, 3]
+    assert begun == [2, 0, 0]
+    may_come.set()
+    done = run_to_end(engine, *ids)
+    assert done == wanted
+    assert [one.hit_tokens for one in done] == [256] * 3
+    engine.cancel(runs)
+    settle(engine)
+    check(engine)
+
+
+def test_what_one_admission_pushes_out_the_next_one_finds_on_the_host():
+    engine = limit(make_engine(host_cache_bytes=10**6), num_blocks=10)
+    rng = np.random.default_rng(8)
+    texts = [prompt(rng, 300) for _ in range(4)]
+    wanted = alone(texts[0], OPTIONS)
+    for text in texts:
+        run_to_end(engine, engine.submit(text, **OPTIONS))
+    assert (engine.metrics.cached_blocks, engine.loop.host.tier.num_pages) == (8, 0)
+    both = engine.submit(prompt(rng, 600), **OPTIONS), engine.submit(texts[0], **OPTIONS)
+    done = run_to_end(engine, *both)[1]
+    assert (done, done.hit_tokens) == (wanted, 256)
+
+
+def test_where_not_all_that_leaves_can_be_copied_the_beginning_of_a_prefix_is(monkeypatch):
+    """Its end alone could never be used."""
+    engine = make_engine(host_cache_bytes=10**6)
+    text = prompt(np.random.default_rng(7), 520)
+    wanted = alone(text, OPTIONS)
+    run_to_end(engine, engine.submit(text, **OPTIONS))
+    assert engine.metrics.cached_blocks == 4
+    with monkeypatch.context() as patch:
+        patch.setattr(host_copies, "MOST_ROWS", 2)
+        patch.setattr(host_copies, "MOST_STORING", 2)
+        evict(engine)
+    again = run_to_end(engine, engine.submit(text, **OPTIONS))[0]
+    assert (again, again.hit_tokens) == (wanted, 256)
 
 
 def test_a_copy_that_fails_is_a_miss(monkeypatch):
