@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from dsv4_jax import checks
 from pallas_kernels.common.addressing import drop_absent
@@ -91,6 +91,10 @@ def _unpacking(where: tuple[Sharding, ...]) -> Callable[..., list[jax.Array]]:
             start += size
         return found
 
+    if all(isinstance(one, SingleDeviceSharding) for one in where):
+        # Named, it would commit the planes to the device, and each program that takes them would
+        # be compiled again for that.
+        return jax.jit(unpack, donate_argnums=0)
     return jax.jit(unpack, donate_argnums=0, out_shardings=list(where))
 
 
