@@ -71,6 +71,10 @@ def _check_mxfp4(name: str, weight: MXFP4) -> None:
     _check_form(name, weight)
     if not isinstance(size, tuple) or len(size) != 2:
         raise ValueError(f"{name}.size must be (out, in), got {shown(size)}")
+    if not isinstance(weight.row_group, int) or weight.row_group not in FP8_BLOCKS:
+        raise ValueError(
+            f"{name}.row_group must be one of {FP8_BLOCKS}, got {shown(weight.row_group)}"
+        )
     out, into = (check_integer(f"{name}.size", n, 1) for n in size)
     tiles = pl.cdiv(out, ROWS), pl.cdiv(into, INPUTS)
     lead = codes.shape[:-4]
