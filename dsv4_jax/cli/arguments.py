@@ -1,15 +1,9 @@
-"""Arguments that several commands take, and what their values are read by.
-
-A value is checked as it is parsed, before anything is loaded; the error names its option.
-"""
+"""Arguments that several commands take."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import math
-import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -18,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
-from dsv4_jax.config.kinds import MAX_I32, show
+from dsv4_jax.cli.values import num_bytes, real, whole, wholes
 from dsv4_jax.hosts import DEFAULT_TIMEOUT_S, join_hosts
 from dsv4_jax.mesh import make_mesh
 from dsv4_jax.rules import Bytes, Flag, ListOf, Real, Rule, Whole, Word, rules_of
@@ -27,8 +21,6 @@ from dsv4_jax.serving.options import EngineOptions
 MAX_DEVICES = 1024
 _OPTIONS = {"host_cache_bytes": "--host-cache"}
 """Options that are not called as their fields: the value has the unit."""
-
-_MAX_LISTED = 64
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,102 +78,6 @@ class _ShowingDefaults(argparse.HelpFormatter):
 
 class UsageError(ValueError):
     """What is wrong with a command line; its message begins with the command."""
-
-
-def whole(least: int = 1, most: int = MAX_I32) -> Callable[[str], int]:
-    """Reads an integer of that range."""
-
-    def read(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = None
-        if number is None or not least <= number <= most:
-            raise argparse.ArgumentTypeError(
-                f"must be a whole number from {least} to {most}, got {show(text)}"
-            )
-        return number
-
-    return read
-
-
-def num_bytes(text: str) -> int:
-    """Reads a number of bytes, such as 64GiB."""
-    try:
-        return Bytes().check("value", text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be a number of bytes such as 4096, 512MiB or 64GiB, got {show(text)}"
-        ) from None
-
-
-def wholes(least: int = 1, most: int = MAX_I32) -> Callable[[str], list[int]]:
-    """Reads one integer or more, with commas between them."""
-    read_one = whole(least, most)
-
-    def read(text: str) -> list[int]:
-        parts = text.split(",")
-        if len(parts) > _MAX_LISTED:
-            raise argparse.ArgumentTypeError(
-                f"must be at most {_MAX_LISTED} numbers, got {len(parts)} in {show(text)}"
-            )
-        try:
-            return [read_one(part) for part in parts]
-        except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentTypeError(f"{error} in {show(text)}") from None
-
-    return read
-
-
-def points_of(text: str) -> list[tuple[int, int, bool]]:
-    """Reads BATCH@CONTEXT, with /split or without, one or more."""
-    points = []
-    for part in text.split(","):
-        sizes, slash, how = part.partition("/")
-        batch, at, context = sizes.partition("@")
-        if not at or (slash and how != "split"):
-            raise argparse.ArgumentTypeError(
-                f"must be BATCH@CONTEXT or BATCH@CONTEXT/split, one or more, got {show(text)}"
-            )
-        try:
-            points.append((whole()(batch), whole()(context), bool(slash)))
-        except argparse.ArgumentTypeError as error:
-            raise argparse.ArgumentTypeError(f"{error}, in {show(text)}") from None
-    return points
-
-
-def real(least: float, most: float) -> Callable[[str], float]:
-    """Reads a finite number of that range."""
-
-    def read(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(
-                f"must be a finite number from {least:g} to {most:g}, got {show(text)}"
-            )
-        return number
-
-    return read
-
-
-def utf8_text(text: str) -> str:
-    """Takes a text that is UTF-8, in whatever locale.
-
-    Python shows bytes of a command line that its locale's encoding lacks as surrogates: in the C
-    locale, where PYTHONUTF8 is 0, all of UTF-8 beyond ASCII.
-    """
-    given: str | bytes = text
-    with contextlib.suppress(UnicodeEncodeError):
-        text.encode()
-        return text
-    with contextlib.suppress(UnicodeEncodeError):  # surrogates that stand for no byte
-        given = os.fsencode(text)
-        with contextlib.suppress(UnicodeDecodeError):
-            return given.decode()
-    raise argparse.ArgumentTypeError(f"must be UTF-8, got {show(given)}")
 
 
 def option_of(field: str) -> str:

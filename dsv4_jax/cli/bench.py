@@ -21,7 +21,7 @@ from dsv4_jax.bench.timing import copy_bandwidth
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.cli import bench_decode, bench_experts, bench_serve
-from dsv4_jax.cli.arguments import chosen_mesh, whole, wholes
+from dsv4_jax.cli.arguments import chosen_mesh
 from dsv4_jax.cli.bench_checks import (
     check_case_memory,
     check_contexts,
@@ -41,6 +41,7 @@ from dsv4_jax.cli.bench_options import (
     config_of,
     status_of,
 )
+from dsv4_jax.cli.values import whole, wholes
 from dsv4_jax.runtime import claim_memory
 
 

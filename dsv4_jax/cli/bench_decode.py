@@ -20,7 +20,7 @@ from dsv4_jax.bench.timing import copy_bandwidth
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.cli import bench_drafts
-from dsv4_jax.cli.arguments import chosen_mesh, join_mesh, points_of, real, whole
+from dsv4_jax.cli.arguments import chosen_mesh, join_mesh
 from dsv4_jax.cli.bench_checks import check_case_memory, check_contexts
 from dsv4_jax.cli.bench_options import (
     MAX_SECONDS,
@@ -34,6 +34,7 @@ from dsv4_jax.cli.bench_options import (
     status_of,
 )
 from dsv4_jax.cli.output_files import output_file
+from dsv4_jax.cli.values import points_of, real, whole
 from dsv4_jax.config.kinds import show
 from dsv4_jax.hosts import agree
 from dsv4_jax.model.params import param_shapes, unstack_layers

@@ -15,9 +15,10 @@ from dsv4_jax.bench.results import Output
 from dsv4_jax.bench.routing_laws import expected_experts
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.load import load_checkpoint
-from dsv4_jax.cli.arguments import add_checkpoint, add_follow_links, whole
+from dsv4_jax.cli.arguments import add_checkpoint, add_follow_links
 from dsv4_jax.cli.memory import check_weights_memory
 from dsv4_jax.cli.output_files import output_file
+from dsv4_jax.cli.values import whole
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import RouterType
 from dsv4_jax.training.corpus import held_out_rows, read_held_out

@@ -14,12 +14,10 @@ from dsv4_jax.cli.arguments import (
     add_hosts,
     add_mesh,
     add_weights,
-    real,
-    whole,
-    wholes,
 )
 from dsv4_jax.cli.output_files import output_file
 from dsv4_jax.cli.presets import PRESETS, read_config
+from dsv4_jax.cli.values import real, whole, wholes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.kinds import show
 from dsv4_jax.model.weight_forms import RELEASE_FORMS

@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 
 from dsv4_jax.bench import load
 from dsv4_jax.bench.results import write_json
-from dsv4_jax.cli.arguments import add_seconds, real, utf8_text, whole, wholes
+from dsv4_jax.cli.arguments import add_seconds
 from dsv4_jax.cli.output_files import output_file
 from dsv4_jax.cli.serve_options import API_KEY
+from dsv4_jax.cli.values import real, utf8_text, whole, wholes
 from dsv4_jax.config.kinds import show
 from dsv4_jax.progress import Progress
 

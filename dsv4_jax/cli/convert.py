@@ -10,8 +10,9 @@ import argparse
 import pathlib
 
 from dsv4_jax.checkpoint.convert import convert_checkpoint
-from dsv4_jax.cli.arguments import add_drafts, add_loading, add_weights, real
+from dsv4_jax.cli.arguments import add_drafts, add_loading, add_weights
 from dsv4_jax.cli.memory import check_memory, largest_tensor_bytes
+from dsv4_jax.cli.values import real
 from dsv4_jax.model.weight_forms import RELEASE_FORMS
 
 

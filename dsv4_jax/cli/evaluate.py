@@ -21,9 +21,10 @@ import numpy as np
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.load import load_checkpoint
-from dsv4_jax.cli.arguments import add_checkpoint, add_follow_links, find_named, whole, wholes
+from dsv4_jax.cli.arguments import add_checkpoint, add_follow_links, find_named
 from dsv4_jax.cli.memory import check_weights_memory
 from dsv4_jax.cli.output_files import output_file
+from dsv4_jax.cli.values import whole, wholes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.idea import NO_IDEA, Idea
 from dsv4_jax.config.layer_types import AttentionType

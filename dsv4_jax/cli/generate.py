@@ -18,10 +18,9 @@ from dsv4_jax.cli.arguments import (
     add_loading,
     chosen_fields,
     join_mesh,
-    utf8_text,
-    whole,
 )
 from dsv4_jax.cli.engine_options import add_engine_options, build_engine, find_model
+from dsv4_jax.cli.values import utf8_text, whole
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.lines import split_lines, without_line_end, without_mark
 from dsv4_jax.progress import Progress

@@ -20,13 +20,12 @@ from dsv4_jax.cli.arguments import (
     add_follow_links,
     add_mesh,
     add_weights,
-    real,
-    whole,
 )
 from dsv4_jax.cli.gpus import MEMORY_BYTES, Gpus, read_gpus
 from dsv4_jax.cli.plan_files import Files, count_files
 from dsv4_jax.cli.plan_mesh import draft_name, print_mesh_plan, print_weights
 from dsv4_jax.cli.presets import PRESETS
+from dsv4_jax.cli.values import real, whole
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.kinds import MAX_I32
 from dsv4_jax.model.params import param_shapes

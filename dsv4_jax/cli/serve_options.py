@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from dsv4_jax.cli.arguments import (
-    add_fields,
-    add_loading,
-    add_mesh,
-    add_seconds,
-    utf8_text,
-    whole,
-)
+from dsv4_jax.cli.arguments import add_fields, add_loading, add_mesh, add_seconds
 from dsv4_jax.cli.engine_options import add_engine_options
+from dsv4_jax.cli.values import utf8_text, whole
 from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serving.asynchronous.async_engine import DEFAULT_MAX_WAITING, MAX_COUNT
 from dsv4_jax.serving.requests.grammar_trials import GrammarBounds

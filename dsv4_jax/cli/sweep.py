@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.load import load_checkpoint
-from dsv4_jax.cli.arguments import add_checkpoint, add_follow_links, find_named, whole, wholes
+from dsv4_jax.cli.arguments import add_checkpoint, add_follow_links, find_named
 from dsv4_jax.cli.memory import check_weights_memory
 from dsv4_jax.cli.output_files import output_file
+from dsv4_jax.cli.values import whole, wholes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.progress import Progress
 from dsv4_jax.research.losses import trace_loss

@@ -26,9 +26,9 @@ from dsv4_jax.cli.arguments import (
     add_hosts,
     add_loading,
     join_mesh,
-    whole,
 )
 from dsv4_jax.cli.memory import Loading, check_engine_memory
+from dsv4_jax.cli.values import whole
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.loop import CacheError
 from dsv4_jax.serving.options import EngineOptions

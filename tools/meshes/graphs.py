@@ -29,7 +29,7 @@ import dsv4_jax as ds
 from dsv4_jax.bench.decode_case import DecodeCase
 from dsv4_jax.bench.mesh_step import MeshSteps
 from dsv4_jax.bench.weights import random_params
-from dsv4_jax.cli.arguments import points_of
+from dsv4_jax.cli.values import points_of
 
 SETTINGS = {
     "default": [],

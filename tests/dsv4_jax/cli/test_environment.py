@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from dsv4_jax import runtime
-from dsv4_jax.cli import arguments, environment, main
+from dsv4_jax.cli import environment, main, values
 
 LEFT_OUT = ("JAX_COMPILATION_CACHE_DIR", "JAX_PLATFORMS", "JAX_PLATFORM_NAME", "XLA_FLAGS")
 PLATFORMS = {
@@ -148,7 +148,7 @@ def test_what_computes_nothing_asks_nothing_of_jax(monkeypatch, capsys, command)
 def test_a_text_beyond_ascii_is_utf8_in_the_c_locale():
     """Python takes UTF-8 there by itself, unless PYTHONUTF8 keeps it from that."""
     texts = ["café", "世界", "\N{GRINNING FACE}"]
-    code = "import sys; from dsv4_jax.cli.arguments import utf8_text; "
+    code = "import sys; from dsv4_jax.cli.values import utf8_text; "
     code += "print(sys.getfilesystemencoding(), *map(ascii, map(utf8_text, sys.argv[1:])))"
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     status, out, err = run(code, *map(str.encode, texts), **locale)
@@ -158,5 +158,5 @@ def test_a_text_beyond_ascii_is_utf8_in_the_c_locale():
 
 @pytest.mark.parametrize("text", ["caf\udce9", "\ud800"])
 def test_what_is_no_utf8_is_refused(text):
-    with pytest.raises(arguments.argparse.ArgumentTypeError, match="must be UTF-8, got "):
-        arguments.utf8_text(text)
+    with pytest.raises(values.argparse.ArgumentTypeError, match="must be UTF-8, got "):
+        values.utf8_text(text)
