@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, normalizers
 
 _REPLACEMENT = "\ufffd"
 """What decodes to it is part of a character, and stands for itself."""
@@ -22,6 +21,8 @@ def normalize_ids(tokenizer_json: str) -> np.ndarray:
     Raises:
       ValueError: the tokenizer cannot be read.
     """
+    from tokenizers import Regex, Tokenizer, normalizers  # which a loop of one's own does without
+
     try:
         tokenizer = Tokenizer.from_str(tokenizer_json)
     except Exception as error:  # of Rust, whose type is no other

@@ -7,6 +7,7 @@ from helpers import bad_inputs, targets
 from helpers.serving import rows_of, run_to_end
 
 LEFT_OUT = {
+    "CachedRequest": "tests/dsv4_jax/serving/test_hand_over.py",
     "DSV4Config": "its fields are those of a file: tests/dsv4_jax/config",
     "load_checkpoint": "files: tests/dsv4_jax/checkpoint",
     "save_checkpoint": "files: tests/dsv4_jax/checkpoint",

@@ -109,6 +109,10 @@ def of_engine(engine, request_id):
     prompts = bad.list_of(bad.ids(VOCAB), limit=MAX_PROMPTS, good=[1])
     settings = SAMPLING | {"sampling": bad.scalar_only(bad.instance(optional=True))}
     both = {"prompts": [[1], [2]]}
+    found = engine.requests.get(request_id)
+    cached = None
+    if found is not None and found.finish_reason is None:
+        cached = engine.snapshot(request_id)
     return [
         Target(
             "Engine.submit", engine.submit, {"prompt": [1]},
@@ -132,6 +136,8 @@ def of_engine(engine, request_id):
                request | {"seed": SAMPLING["seed"]}),
         Target("Engine.cancel", engine.cancel, id_named, request),
         Target("Engine.snapshot", engine.snapshot, id_named, request),
+        Target("Engine.restore", engine.restore, {"cached": cached},
+               {"cached": bad.instance()}),
         Target("Engine.preempt", engine.preempt, id_named, request),
         Target("Engine.completion", engine.completion, id_named, request),
         Target(

@@ -196,7 +196,7 @@ def test_an_interrupt_between_the_new_cache_and_its_count(monkeypatch):
     assert run_to_end(engine, *ids) == wanted
 
 
-def calls(engine, request_id, stream):
+def calls(engine, request_id, stream, cached=None):
     """Every public method, as a call that would change something."""
     return {
         "submit": lambda: engine.submit([1, 2], max_new_tokens=2),
@@ -209,6 +209,8 @@ def calls(engine, request_id, stream):
         "completion": lambda: engine.completion(request_id),
         "verify": engine.verify,
         "warmup": engine.warmup,
+        "snapshot": lambda: engine.snapshot(request_id),
+        "restore": lambda: engine.restore(cached),
         "generate": lambda: engine.generate([[1, 2]], max_new_tokens=2),
         "stream": lambda: next(stream),
         "close": engine.close,
@@ -224,7 +226,8 @@ def test_a_second_call_is_refused_before_it_touches_anything(monkeypatch, from_i
     wanted = run_to_end(engine, engine.submit(text, **options))
     request_id = engine.submit(text, **options)
     engine.step()
-    second = calls(engine, request_id, engine.stream(request_id))
+    cached = engine.snapshot(request_id)
+    second = calls(engine, request_id, engine.stream(request_id), cached)
     public = {name for name in dir(type(engine)) if callable(getattr(type(engine), name))}
     assert {name for name in public if name[0] != "_"} - {"from_checkpoint", "follow"} == set(
         second
