@@ -63,6 +63,7 @@ def live(engine, seed, count):
     return engine.metrics
 
 
+@pytest.mark.slow
 def test_whatever_is_evicted_and_brought_back_a_request_gets_what_it_gets_alone():
     metrics = live(limit(make_engine(host_cache_bytes=10**6), num_blocks=12), 1, 70)
     assert metrics.host_hit_tokens > 0
