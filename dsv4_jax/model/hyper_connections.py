@@ -15,7 +15,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.layer_params import HyperConnectionParams
 from pallas_kernels import Backend, hyper_connections, write_streams
 from pallas_kernels.common.norm_rope import rms_norm
-from pallas_kernels.common.pending import MaybeSplit, finish
+from pallas_kernels.common.pending import Output, finish
 from pallas_kernels.hyper_connections.reference import Arguments, collapse, inverse_rms, mixes
 from pallas_kernels.write_streams.reference import mix, products
 
@@ -36,7 +36,7 @@ class Residual(NamedTuple):
     """
 
     streams: jax.Array
-    output: MaybeSplit
+    output: Output
     post: jax.Array
     comb: jax.Array
     pre: jax.Array | None = None
@@ -88,7 +88,7 @@ class Reading(NamedTuple):
     comb: jax.Array
     pre: jax.Array | None = None
 
-    def write(self, output: MaybeSplit) -> Residual:
+    def write(self, output: Output) -> Residual:
         """Step 9, to be done by who reads next: the sublayer's output [..., D]."""
         return Residual(self.streams, output, self.post, self.comb, self.pre)
 

@@ -20,7 +20,7 @@ from dsv4_jax.linear import linear, name_product
 from dsv4_jax.mesh import DATA, MODEL, axis_size, place_on
 from dsv4_jax.model.layer_params import MoEParams
 from pallas_kernels import Backend, expert_mlp, mixture_mlp, pick_experts, swiglu_linear
-from pallas_kernels.common.pending import MaybeSplit
+from pallas_kernels.common.pending import Output, PickedSums, finish
 from pallas_kernels.common.rows import QuantizedRows, decode_rows, quantize_rows
 from pallas_kernels.common.weights import MXFP4, BlockFP8, takes_rounded_rows
 from pallas_kernels.pick_experts import router_logits
@@ -49,7 +49,7 @@ def mixture_of_experts(
     *,
     segment_ids: jax.Array | None = None,
     backend: Backend | None = None,
-) -> MaybeSplit:
+) -> Output:
     """One feed-forward sublayer.
 
     Args:
@@ -61,8 +61,8 @@ def mixture_of_experts(
       backend: route of `pick_experts`; only the reference can be differentiated.
 
     Returns:
-      [..., D]: the routed experts' weighted sum plus the shared expert; of one token it may be left
-      in parts. On a mesh those rows of [T, D] that this device has (`rows_of_a_device`).
+      [..., D]: the routed experts' weighted sum plus the shared expert; of few tokens it may be
+      left in parts. On a mesh those rows of [T, D] that this device has (`rows_of_a_device`).
     """
     rows, limit = x.reshape(-1, x.shape[-1]), config.swiglu_limit
     here, first = axis_size(DATA) == 1, _first_expert(params)
@@ -88,8 +88,10 @@ def mixture_of_experts(
             picked_among=config.num_routed_experts,
             may_stay_in_parts=True,
         )
-        if shared is None and axis_size(MODEL) == 1:  # one token's sum, left in parts
+        if shared is None and axis_size(MODEL) == 1:  # few tokens' sums, left in parts
             return routed.reshape(*x.shape)
+        if isinstance(routed, PickedSums):  # which collectives do not take
+            routed = finish(routed)
     else:
 
         def run_experts(rows: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +42,51 @@ class SplitSums(Shaped):
         return round_to(jnp.sum(self.parts, axis=0), self.dtype)
 
 
-MaybeSplit = jax.Array | SplitSums
-"""An array, or parts that add up to it: what a product gives to a reader that adds parts itself."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PickedSums(Shaped):
+    """An array of which each row is the sum of some rows of another, before it is rounded.
+
+    In plain JAX, of token t:
+
+        picks = [rows[row[t, i]] for i in range(k) if 0 <= picked[t, i] < num_picked]
+        return round_to(sum(picks) + rows[first_own + t], dtype)
+
+    Attributes:
+      rows: f32[R, n].
+      row: i32[T, k], the rows of each sum, added in this order.
+      picked: i32[T, k], what each of them is; a number outside 0 .. num_picked - 1 is nothing, and
+        its row is not read.
+      num_picked: how many there are to pick from; static.
+      first_own: the row of `rows` that is added to the first sum after these; the second sum's
+        follows it, and so on; static.
+      dtype: to which sums are rounded; static.
+      lead: axes before the last, of T elements; static.
+    """
+
+    rows: jax.Array
+    row: jax.Array
+    picked: jax.Array
+    num_picked: int = dataclasses.field(metadata={"static": True})
+    first_own: int = dataclasses.field(metadata={"static": True})
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+    lead: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., n]."""
+        return *self.lead, self.rows.shape[1]
+
+    def reshape(self, *shape: int) -> PickedSums:
+        """The same sums, with other axes before the last."""
+        return dataclasses.replace(self, lead=_lead_of(self.row.shape[0], shape))
+
+    def value(self) -> jax.Array:
+        """The sums, rounded once."""
+        is_there = (self.picked >= 0) & (self.picked < self.num_picked)
+        picks = jnp.where(is_there[..., None], self.rows[self.row], 0)  # f32[T, k, n]
+        own = self.rows[self.first_own : self.first_own + self.row.shape[0]]
+        return round_to(jnp.sum(picks, axis=1) + own, self.dtype).reshape(self.shape)
 
 
 @jax.tree_util.register_dataclass
@@ -128,9 +172,7 @@ class ByGroup(Shaped):
 
     def reshape(self, *shape: int) -> ByGroup:
         """The same rows, with other axes before the last."""
-        count = self.parts.shape[2]
-        lead = np.empty(count).reshape(shape[:-1]).shape
-        return dataclasses.replace(self, lead=lead)
+        return dataclasses.replace(self, lead=_lead_of(self.parts.shape[2], shape))
 
     def value(self) -> jax.Array:
         """The rows, rounded once."""
@@ -138,9 +180,20 @@ class ByGroup(Shaped):
         return rows.swapaxes(0, 1).reshape(*self.shape)
 
 
+def _lead_of(count: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The axes before the last of a shape, of so many elements, of which one may be -1."""
+    return np.empty(count).reshape(shape[:-1]).shape
+
+
+MaybeSplit = jax.Array | SplitSums
+"""An array, or parts that add up to it: what a product gives to a reader that adds parts itself."""
+
+Output = MaybeSplit | PickedSums
+"""What a sublayer gives to who writes it to the residual streams, and adds up its parts."""
+
 Pending = SplitSums | Unnormed | ByToken | ByGroup
 
 
-def finish(x: jax.Array | Pending) -> jax.Array:
+def finish(x: jax.Array | Pending | PickedSums) -> jax.Array:
     """The array, whichever it is."""
-    return x.value() if isinstance(x, Pending) else x
+    return x.value() if isinstance(x, Pending | PickedSums) else x

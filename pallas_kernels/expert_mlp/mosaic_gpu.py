@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.block_linear import block_linear, block_linear_in_parts, swiglu_linear
-from pallas_kernels.common.pending import MaybeSplit, SplitSums, finish
+from pallas_kernels.common.pending import MaybeSplit, Output, PickedSums, SplitSums, finish
 from pallas_kernels.common.weights import MXFP4, BlockFP8, Weight
 from pallas_kernels.expert_mlp import triton_counting, triton_worklist
 from pallas_kernels.expert_mlp.reference import Arguments
@@ -57,7 +57,7 @@ from pallas_kernels.product import (
     swiglu_rows,
 )
 
-Mixture = tuple[MaybeSplit, MaybeSplit | None]
+Mixture = tuple[Output, MaybeSplit | None]
 """What the routed experts give, and the shared one; None if it is none, or among the first's parts.
 """
 
@@ -177,6 +177,9 @@ def _sorted_tokens(
         is_many = expert_ids.size >= _MANY_PAIRS
         dtype = x.dtype if is_many else jnp.dtype(jnp.float32)
         down = launch(down, num_rows=height, dtype=dtype)
+    if joined and in_parts:
+        sums = PickedSums(down[0], row, expert_ids, num_experts, total, x.dtype, lead=(x.shape[0],))
+        return sums, None
     # Else XLA computes the rows again for each value that it adds.
     row = jax.lax.optimization_barrier(row)
     of_pairs = jnp.where(is_pair[..., None], down[0, row], 0)

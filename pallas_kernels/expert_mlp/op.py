@@ -19,7 +19,7 @@ from pallas_kernels.common.checks import (
     check_shape,
     shown,
 )
-from pallas_kernels.common.pending import MaybeSplit
+from pallas_kernels.common.pending import MaybeSplit, Output
 from pallas_kernels.common.weights import Weight
 from pallas_kernels.expert_mlp import mosaic_gpu, reference
 from pallas_kernels.expert_mlp.reference import Arguments
@@ -93,7 +93,7 @@ def mixture_mlp(
     picked_among: int | None = None,
     backend: Backend | None = None,
     may_stay_in_parts: bool = False,
-) -> tuple[MaybeSplit, MaybeSplit | None]:
+) -> tuple[Output, MaybeSplit | None]:
     """`expert_mlp`, and an expert that all tokens share.
 
     In plain JAX:

@@ -67,8 +67,8 @@ _MAX_BAND = 16
 _MAX_STAGES = 12
 _FEW_STAGES = 6
 """Of tiles whose left operand is rows of x, and of short ones."""
-_TURNS_OF_ROUNDED = 4
-"""CTAs an SM at most whose rows the kernel rounds, of a stack's products."""
+_TURNS_OF_ROUNDED = 12
+"""CTAs an SM at most whose rows the kernel rounds, of a stack's products: each rounds anew."""
 _MAX_ROUNDED_BYTES = 80 << 10
 """Of shared memory, for rows of x that a kernel rounds itself."""
 
@@ -141,8 +141,8 @@ def plan_call(
 ) -> tuple[Shapes, Tiling]:
     """`choose_tiling` for a call whose kernel may round rows itself; see `round_in_kernel`.
 
-    CTAs that follow each other on an SM do not: each would wait for its own rows. Arguments are as
-    of `plan` and `choose_tiling`.
+    Where many CTAs follow each other on an SM they do not, since each waits for its own rows: a
+    launch that rounds them once then takes less. Arguments are as of `plan` and `choose_tiling`.
     """
     choose = functools.partial(
         choose_tiling,

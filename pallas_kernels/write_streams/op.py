@@ -12,7 +12,7 @@ from pallas_kernels.common.checks import (
     check_same_length,
     check_shape,
 )
-from pallas_kernels.common.pending import MaybeSplit, SplitSums
+from pallas_kernels.common.pending import Output, PickedSums, SplitSums
 from pallas_kernels.write_streams import reference, triton_gpu, triton_many
 from pallas_kernels.write_streams.reference import Arguments
 
@@ -29,7 +29,7 @@ _IMPLEMENTATIONS = {
 
 def write_streams(
     streams: jax.Array,
-    output: MaybeSplit,
+    output: Output,
     post: jax.Array,
     comb: jax.Array,
     fn: jax.Array,
@@ -38,14 +38,15 @@ def write_streams(
 ) -> tuple[jax.Array, jax.Array]:
     """Step 9 of a hyper-connection, and the matrix product that begins the next.
 
-    In plain JAX, with products that are not in parts:
+    In plain JAX, with an output and products that are not in parts:
 
         written = post[..., None] * output[:, None] + jnp.einsum("tjk,tjd->tkd", comb, streams)
         products = written.reshape(T, S * D) @ fn.T                         # f32[T, R]
 
     Args:
       streams: [T, S, D], what the sublayer read.
-      output: [T, D], what it gave, in the dtype of `streams`; or in parts, as a product left it.
+      output: [T, D], what it gave, in the dtype of `streams`; or in parts, as a product left it, or
+        as rows that a mixture of experts left.
       post: f32[T, S], weight of the output in each stream.
       comb: f32[T, S, S], from stream to stream; summed over its first index.
       fn: f32[R, S * D], `hc_fn` of the next hyper-connection.
@@ -65,7 +66,7 @@ def write_streams(
     check_rank(3, streams=streams, comb=comb)
     count = check_same_length("T", streams=streams, post=post, comb=comb)
     num, dim = streams.shape[1:]
-    if not isinstance(output, SplitSums):
+    if not isinstance(output, SplitSums | PickedSums):
         check_floats(output=output)
     if output.shape != (count, dim):
         raise ValueError(f"output must be [T, D] = {[count, dim]}, got {output.shape=}")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.pending import MaybeSplit, finish
+from pallas_kernels.common.pending import Output, finish
 
 _PARTS = 16
 
@@ -23,7 +23,7 @@ class Arguments(NamedTuple):
     """The arguments of `op.write_streams`, which describes and checks them."""
 
     streams: jax.Array
-    output: MaybeSplit
+    output: Output
     post: jax.Array
     comb: jax.Array
     fn: jax.Array

@@ -12,7 +12,7 @@ from helpers import slow
 from helpers.quantised import quantize
 from pallas_kernels import expert_mlp, gpu_interpreter, mixture_mlp
 from pallas_kernels.common import weights
-from pallas_kernels.common.pending import SplitSums, finish
+from pallas_kernels.common.pending import PickedSums, SplitSums, finish
 from pallas_kernels.expert_mlp import mosaic_gpu
 from pallas_kernels.expert_mlp.reference import Arguments
 from pallas_kernels.product import BLACKWELL, HOPPER, Tiling, choose_tiling
@@ -111,6 +111,39 @@ def test_one_token_s_experts_are_items_and_may_stay_in_parts(lane, ids):
     assert of_shared is None  # its result is among the parts
     assert parts.shape == (1, D)
     close(lane, jax.jit(SplitSums.value)(parts), np.float32(routed) + np.float32(common))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", slow.all_but(["none"], ["none", "random", "one expert"]))
+def test_few_tokens_sums_may_be_left_to_who_reads_them(lane, name):
+    """Rows of the picked experts and of the shared one, which no launch adds up."""
+    stacks = make(width=128)
+    given = rows(5), *routing(name, 5)
+    routed, common = jit_mixture(*given, *stacks, shared_expert(), limit=LIMIT, backend="reference")
+    sums, of_shared = jax.jit(
+        functools.partial(mixture_mlp, limit=LIMIT, backend="mosaic_gpu", may_stay_in_parts=True)
+    )(*given, *stacks, shared_expert())
+    assert isinstance(sums, PickedSums)
+    assert of_shared is None
+    assert sums.shape == (5, D)
+    close(lane, jax.jit(finish)(sums), np.float32(routed) + np.float32(common))
+
+
+@pytest.mark.parametrize(("num_tokens", "rounds"), [(1, True), (8, True), (16, False), (64, False)])
+def test_products_of_up_to_eight_tokens_round_their_rows(num_tokens, rounds):
+    """Of V4-Flash's experts; more CTAs would each wait for rows of their own."""
+    weight = _specs(num_tokens, 256, 4096, 2048, "fp8")[3]
+    shapes, _ = choose_tiling.plan(
+        [weight, weight],
+        jnp.bfloat16,
+        num_rows=mosaic_gpu.expected_rows(num_tokens, 6, 256),
+        num_weights=min(6 * num_tokens, 256),
+        may_split=False,
+        is_gated=True,
+        shares_items=True,
+        core=HOPPER,
+    )
+    assert shapes.rounds_rows == rounds
 
 
 @pytest.mark.slow
@@ -445,14 +478,15 @@ AOT_CASES = (
             [*_specs(num_tokens, 256, 4096, 2048, "fp8"), _shared_specs(4096, 2048)],
         )
         for target in ("sm_90a", "sm_100a")
-        for num_tokens in (1, 2)
+        for num_tokens in (1, 2, 6, 8)
     ]
     + [
         (
-            "pro mixture 1 fp8@sm_90a",
+            f"pro mixture {num_tokens} fp8@sm_90a",
             _mixture,
-            [*_specs(1, 384, 7168, 3072, "fp8"), _shared_specs(7168, 3072)],
+            [*_specs(num_tokens, 384, 7168, 3072, "fp8"), _shared_specs(7168, 3072)],
         )
+        for num_tokens in (1, 6)
     ]
     + [
         (

@@ -5,6 +5,7 @@ import pytest
 
 from helpers import slow
 from pallas_kernels import write_streams
+from pallas_kernels.common.pending import PickedSums, finish
 from pallas_kernels.write_streams import triton_many
 from pallas_kernels.write_streams.reference import Arguments
 from pallas_kernels.write_streams.triton_gpu import MAX_TOKENS
@@ -49,6 +50,37 @@ def assert_close(found, given):
 def test_against_the_formulas_in_float64(lane, backend, num_tokens, dim, dtype):
     given = arguments(num_tokens, dim, dtype)
     assert_close(jit_write_streams(*given, backend=backend), given)
+
+
+def picked_sums(num_tokens, dim, dtype):
+    """Rows of which each token adds three and its own; some picks are nothing, of no row."""
+    rng = np.random.default_rng(3)
+    row = rng.integers(0, 12, (num_tokens, 3)).astype(np.int32)
+    picked = rng.integers(0, 5, (num_tokens, 3)).astype(np.int32)
+    picked[0, 1], picked[-1, 0] = -1, 5
+    row[0, 1], row[-1, 0] = -(2**30), 2**30
+    rows = rng.normal(size=(12 + num_tokens + 2, dim)).astype(np.float32)
+    rows[-2:] = np.nan
+    lead = (num_tokens,)
+    return PickedSums(rows, row, picked, 5, 12, jnp.dtype(dtype), lead)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton_gpu"])
+@pytest.mark.parametrize("num_tokens", slow.all_but([3], [1, 3, MAX_TOKENS + 1]))
+def test_an_output_may_be_sums_of_picked_rows(lane, backend, num_tokens):
+    streams, _, *rest = given = arguments(num_tokens, 320, jnp.bfloat16)
+    output = picked_sums(num_tokens, 320, jnp.bfloat16)
+    sums = np.zeros((num_tokens, 320), np.float32)
+    for token, (row, picked) in enumerate(zip(output.row, output.picked, strict=True)):
+        for one, number in zip(row, picked, strict=True):
+            sums[token] += output.rows[one] if 0 <= number < 5 else 0
+        sums[token] += output.rows[12 + token]
+    given = streams, jnp.asarray(sums, jnp.bfloat16), *rest
+    found = jit_write_streams(streams, output, *rest, backend=backend)
+    assert_close(found, given)
+    for mine, wanted in zip(found, jit_write_streams(*given, backend=backend), strict=True):
+        np.testing.assert_array_equal(mine, wanted)
+    np.testing.assert_array_equal(jax.jit(finish)(output.reshape(1, -1, 320))[0], given[1])
 
 
 def test_a_transposed_comb_would_be_seen():
