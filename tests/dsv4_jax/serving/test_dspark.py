@@ -6,7 +6,7 @@ import pytest
 from helpers import taught
 from helpers.serving import prompt, run_to_end
 
-pytestmark = pytest.mark.compiles_for_others
+pytestmark = [pytest.mark.compiles_for_others, pytest.mark.unoptimised]
 
 SETTINGS = (
     {},

@@ -17,6 +17,8 @@ from helpers import slow
 from tools import aot
 from tools.meshes import at_size, on_cpus, split
 
+pytestmark = pytest.mark.unoptimised
+
 TOLERANCE = 2e-5
 MESHES = ("1x1", "1x2", "1x8", "2x1", "8x1", "2x4", "4x2")
 

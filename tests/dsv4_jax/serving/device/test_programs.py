@@ -83,7 +83,7 @@ def test_nothing_compiles_after_warmup(case):
 def test_neither_do_copies_of_prefixes_to_the_host_and_back():
     pack_rows.clear_cache()  # as above
     _unpacking.cache_clear()
-    engine = make_engine(draft_tokens=0, decode_tokens=None, host_cache_bytes=10**6)
+    engine = make_engine(**CASES["calls of four"][0], host_cache_bytes=10**6)
     listed = dict(engine.warmup())
     assert list(listed)[-2:] == ["copies of blocks", "copies of snapshots"]
     compiled = engine.metrics.compiles
