@@ -6,6 +6,7 @@
     call_cost          how long a call takes, by arithmetic
     draft_worth        how likely a draft has to be kept to be worth its row
     check_drafts       which drafts are checked, and how many are what is drawn
+    plain_step         a decode step of the engine in two parts: the trunk, and the draws
     serve_step         the engine's: any mix of prompts, tokens and drafts, with their draws
     decode_steps       several decode steps of the engine in one call
     propose            what a draft keeps of the step's tokens, and its guesses

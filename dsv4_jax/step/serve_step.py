@@ -27,10 +27,10 @@ from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import run_layers
 from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.check_drafts import cut_drafts, verify_drafts
-from dsv4_jax.step.draws import draw
+from dsv4_jax.step.plain_step import plain_draw, plain_trunk
 from dsv4_jax.step.propose import propose, read_tokens, stage_context, target_layers
 from dsv4_jax.step.serve_values import ServeInput, ServeOutput, count_last, fill_in
-from dsv4_jax.step.step import check_call, pad_tokens, run_step, trunk_logits
+from dsv4_jax.step.step import check_call, pad_tokens, trunk_logits
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.weights import with_activations
 
@@ -178,26 +178,10 @@ def plain_decode_step(
     activations: str = DEFAULT_ACTIVATIONS,
 ) -> tuple[ModelCache, ServeOutput]:
     """`serve_step` of one token per row without drafts and snapshots, committed as it goes."""
-    counts = count_last(serve_input.counts, serve_input.step, last)
-    step_input = fill_in(serve_input.step, last)
-    check_call(params, cache, step_input, config, activations)
-    params = with_activations(params, activations)
-    cache, call, streams = run_step(params, cache, step_input, config, max_row_tokens=1)
-    token = jnp.maximum(call.row_offsets, 0)
-    logits = trunk_logits(params, streams[token], config)
-    live = (call.row_slots >= 0) & (call.row_counts > 0)
-    no_drafts = jnp.zeros((call.row_slots.shape[0], 0), jnp.int32)
-    drawn, logprobs = draw(
-        logits[:, None],
-        serve_input.sampling,
-        call.row_lengths[:, None] + 1,
-        counts,
-        no_drafts,
-        config.idea.sampler,
-        serve_input.masks,
+    cache, rows = plain_trunk(
+        params, cache, serve_input.step, last, config=config, activations=activations
     )
-    token_ids = jnp.where(live[:, None], drawn, -1)
-    return cache, ServeOutput.of(token_ids, call.row_counts, no_drafts, logprobs, last=last)
+    return cache, plain_draw(rows, serve_input, last, config=config)
 
 
 jit_plain_decode_step = jax.jit(

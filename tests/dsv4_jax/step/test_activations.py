@@ -12,7 +12,7 @@ import dsv4_jax as ds
 from dsv4_jax.cache.snapshots import SnapshotPlan
 from dsv4_jax.model import forward, mtp
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
-from dsv4_jax.step import decode, prefill, serve_step, step
+from dsv4_jax.step import decode, plain_step, prefill, serve_step, step
 from helpers import serving, tolerance
 from pallas_kernels.common.weights import ACTIVATIONS, decode_weight, is_quantized
 
@@ -63,6 +63,7 @@ def arguments():
         ds.stage_step: (cache, call),
         serve_step.serve_step: (cache, None, serve),
         serve_step.plain_decode_step: (cache, serve),
+        plain_step.plain_trunk: (cache, call),
         ds.forward: (one[None],),
         ds.model.forward_streams: (one[None],),
         ds.model.forward_draft: (streams, one[None]),
@@ -77,6 +78,7 @@ FUNCTIONS = [
     ds.stage_step,
     serve_step.serve_step,
     serve_step.plain_decode_step,
+    plain_step.plain_trunk,
     ds.forward,
     ds.model.forward_streams,
     ds.model.forward_draft,
@@ -97,7 +99,7 @@ def test_layers_get_weights_of_that_form(function, monkeypatch):
         (decode, "run_step"),
         (prefill, "run_step"),
         (step, "run_layers"),
-        (serve_step, "run_step"),
+        (plain_step, "run_step"),
         (serve_step, "run_layers"),
         (forward, "embed"),
         (mtp, "draft_input"),
