@@ -20,6 +20,7 @@ from dsv4_jax.serving.requests.cached_rows import CachedRows
 from dsv4_jax.serving.requests.calls import UndoLog
 from dsv4_jax.serving.requests.request import DrawError, Request, Token
 from dsv4_jax.serving.requests.token_texts import TokenTexts
+from dsv4_jax.serving.schedule.appended import count_appended
 from dsv4_jax.serving.schedule.call_load import CallLoad
 from dsv4_jax.serving.schedule.far_prefixes import NoFarPrefixes
 from dsv4_jax.serving.schedule.flight import Flight, Outlook, look
@@ -85,8 +86,7 @@ class ServingLoop:
         self.clock = clock
         self.pace = Pace(plan, metrics)
         self._plan, self._options = plan, plan.options
-        self.texts = texts
-        self._undo = undo
+        self.texts, self._undo = texts, undo
         self._seals: Seals | tuple[Seals, ...] | None = None
         self._evicted_before = (0, 0)
         self.alone: Request | None = None
@@ -127,7 +127,6 @@ class ServingLoop:
 
     def end(self, request: Request) -> None:
         """A request that has a finish reason leaves slot or queue."""
-        self._forget(request)
         self._remove(request)
         self._drop_dead_flight()
 
@@ -165,18 +164,23 @@ class ServingLoop:
         flight, self.alone, self._returns = self.flight, None, returns
         if flight is None:
             self.alone = alone
-            flight = self._launch_known()
+            flight = self.flight = self._launch_known()
         if flight is None:
             self._count_evicted()
             return []
         following, was_read = None, flight.result is not None
         if self._plan.overlap and alone is None and not was_read:
             outlook = self._look_ahead(flight)
-            following = None if outlook is None else self._launch(outlook, flight)
+            try:
+                following = None if outlook is None else self._launch(outlook, flight)
+            except DrawError as error:  # nothing was launched
+                self._fail(error)
         self.flight = following
         if not was_read:
             self._read(flight, following)
         tokens = self._give(flight)
+        if following is not None and following.read is None:
+            self._launch_draws(following)
         if was_read and alone is None:  # else the caller would have two steps' tokens at once
             self.flight = self._launch_known()
         self._drop_dead_flight()
@@ -214,7 +218,7 @@ class ServingLoop:
     def tell(self, flight: Flight | None) -> None:
         """Tells the devices what has changed, beside a step in flight; what gives way is copied."""
         self._keep_evicted()
-        self.runner.apply(self.shards, () if flight is None else flight.slots)
+        self.runner.apply(self.queue.shards, () if flight is None else flight.slots)
 
     def _keep_evicted(self) -> None:
         """What gave way is copied to the host, if that keeps it, before anything writes there."""
@@ -250,32 +254,32 @@ class ServingLoop:
             try:
                 return self._launch(outlook, None)
             except DrawError as error:  # nothing was launched
-                self._undo.save(error.request)
-                error.request.finish_reason, error.request.error = "error", error.cause
-                self._remove(error.request)
+                self._fail(error)
 
     def _look_ahead(self, flight: Flight[StepResult]) -> Outlook | None:
         """What the step after the one in flight begins with, whose tokens are on the device.
 
-        None where that has to wait for the host: for what requests with grammars have drawn, for a
-        prompt whose samples part before its last token, for blocks that somebody must give back,
-        for counts of what was drawn that find no room together, or since nobody goes on.
+        None where that has to wait for the host: for what requests with grammars have drawn, if all
+        steps draw at once, for a prompt whose samples part before its last token, for blocks that
+        somebody must give back, for counts that find no room together, or since nobody goes on.
         """
         self.queue.admit()
         running = self.queue.table
-        waits = running.is_constrained or self.runner.fitting(running) is not running
+        waits = self.runner.fitting(running) is not running
         if waits or any(one.followers for one in running.with_siblings):
             return None
         lengths, draft_tokens = self.queue.shards.length_tokens, self._options.draft_tokens
         outlook = look(running, lengths, flight, draft_tokens=draft_tokens)
-        if not outlook.goes_on.any() or not self.queue.reserve_ahead(outlook.num_known):
+        waits = self._plan.plain_size is None and running.is_constrained and outlook.waits.any()
+        if waits or not outlook.goes_on.any() or not self.queue.reserve_ahead(outlook.num_known):
             return None
         return outlook
 
     def _launch(self, outlook: Outlook, flight: Flight | None) -> Flight[StepResult] | None:
         """Plans a step and launches it, behind the one in flight if there is one.
 
-        None where it is better launched when that has ended.
+        Where its draws depend on what that one draws, they are left out, for `_launch_draws`. None
+        where it is better launched when that has ended.
         """
         runner, running, shards = self.runner, outlook.running, self.queue.shards
         if flight is not None and outlook.repeats and self._options.steps_per_call == 1:
@@ -289,7 +293,11 @@ class ServingLoop:
             load = CallLoad.of(plan, outlook.lengths[places])
             if flight is not None and self.pace.waits(plan, load):
                 return None
-        runner.bring_masks(plan, running)  # it may raise, and first
+        draws_later = running.is_constrained and bool(outlook.waits[places[plan.rows.draws]].any())
+        if not draws_later:
+            runner.bring_masks(plan.rows, running)  # it may raise, and first
+        elif not plan.is_plain:
+            return None
         lengths = np.zeros(shards.num_slots, np.int32)
         is_fed = np.zeros(len(lengths), bool)
         lengths[running.slots] = outlook.lengths
@@ -299,67 +307,60 @@ class ServingLoop:
         if not plan.is_plain:
             boundaries = find_crossed(plan, outlook, places, flight, shards)
             self._keep_evicted()
-        read = runner.run(plan, running, lengths, boundaries, is_fed)
-        if plan.is_plain:
-            boundaries = find_reached(plan, outlook, places, shards)
-            if boundaries:
-                self._keep_evicted()
-                runner.save(boundaries)
+        read = runner.run(plan, running, lengths, boundaries, is_fed, draws_later)
+        if plan.is_plain and (boundaries := find_reached(plan, outlook, places, shards)):
+            self._keep_evicted()
+            runner.save(boundaries)
         return Flight(plan, running, places, boundaries, read, launched_s, load)
+
+    def _launch_draws(self, flight: Flight[StepResult]) -> None:
+        """Launches what is left of a step, now that the tokens of the one before are known."""
+        while flight.read is None:
+            try:
+                flight.read = self.runner.run_draws(flight.plan, flight.running, flight.alive)
+            except DrawError as error:
+                self._fail(error)
 
     def _read(self, flight: Flight[StepResult], following: Flight | None) -> None:
         """Reads a step, counts what it did, and shares full blocks; `following` runs already."""
         waited_from_s = self.clock()
+        assert flight.read is not None, "its draws are launched by the step before"
         result = flight.read()
         flight.read_s = self.clock()
         self.pace.learn(flight, waited_from_s)
         self.metrics.steps += flight.plan.num_steps
         self.metrics.step_calls += 1
-        self._count(flight, result)
+        count_appended(flight, result.num_kept, result.token_ids, self.queue)
+        if result.num_drafts is not None and result.num_accepted is not None:
+            slots = flight.slots
+            self.metrics.count_drafts(result.num_drafts[slots], result.num_accepted[slots])
         self.metrics.snapshots += keep_written(flight, following, self.queue.shards)
         flight.result = result
 
     def _give(self, flight: Flight[StepResult]) -> Sequence[Token]:
         """Hands out the tokens of a step that has been read."""
-        result, rows = flight.result, flight.rows
+        result, drawing = flight.result, (flight.alive & flight.rows.draws).nonzero()[0]
         assert result is not None
-        drawing = (flight.alive & rows.draws).nonzero()[0]
-        places, slots = flight.places[drawing], rows.slots[drawing]
+        places, slots = flight.places[drawing], flight.rows.slots[drawing]
         drawn = (result, flight.read_s)
         hand_out = HandOut(flight.running, places, slots, *drawn, self.metrics, self._undo)
-        for request in () if self._returns else hand_out.requests:
-            if request.num_returned is None:
-                self._undo.save(request)
-                request.num_returned = request.num_drawn
+        if not self._returns:
+            hand_out.note_unreturned()
         tokens = hand_out.run(self.texts)
         if self.flight is None and self._options.draft_tokens:
             drafts = result.draft_token_ids[slots].tolist()
             for request, its_drafts in zip(hand_out.requests, drafts, strict=True):
                 request.drafts = its_drafts
         for request in hand_out.ended:
-            self._forget(request)
             self._remove(request)
         return tokens
 
-    def _count(self, flight: Flight, result: StepResult) -> None:
-        """Counts what a step appended, and makes blocks that it has filled known."""
-        rows, alive, size = flight.rows, flight.alive, self.runner.plan.block_tokens
-        shards = self.queue.shards
-        slots, num_tokens = rows.slots[alive], rows.num_tokens[alive]
-        kept = result.num_kept[slots]
-        before = shards.length_tokens[slots]
-        after = before + kept
-        self.queue.check_room(slots, after)
-        shards.advance(slots, kept)
-        if result.num_drafts is not None and result.num_accepted is not None:
-            self.metrics.count_drafts(result.num_drafts[slots], result.num_accepted[slots])
-        for row in (after // size > before // size).nonzero()[0].tolist():
-            request = flight.running[int(slots[row])]
-            token_ids = request.token_ids[: before[row] + num_tokens[row]]
-            if more := int(kept[row] - num_tokens[row]):  # kept drafts are what was drawn
-                token_ids = np.concatenate([token_ids, result.token_ids[request.slot, :more]])
-            manager, own = shards.of(request.slot)
-            manager.share(own, token_ids)
+    def _fail(self, error: DrawError) -> None:
+        """A request that cannot draw ends."""
+        assert error.request.finish_reason is None, "no masks are made for who has ended"
+        self._undo.save(error.request)
+        error.request.finish_reason, error.request.error = "error", error.cause
+        self._remove(error.request)
 
     def _forget(self, request: Request) -> None:
         """A request leaves its slot: nobody waits for its row of the step in flight."""
@@ -376,6 +377,7 @@ class ServingLoop:
                 manager.prefixes.drop_snapshot(boundary.place)
 
     def _remove(self, request: Request) -> None:
+        self._forget(request)
         self.queue.remove(request)
         if request.siblings:  # they would keep each other, and their grammar, for the collector
             self._undo.save(request)

@@ -38,6 +38,7 @@ from dsv4_jax.serving.device.host_calls import every_process
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.step.decode_steps import jit_plain_decode_steps, jit_serve_rounds
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
+from dsv4_jax.step.plain_step import RowLogits, jit_plain_draw, jit_plain_trunk
 from dsv4_jax.step.sampling import FullSampling
 from dsv4_jax.step.serve_step import (
     jit_plain_decode_step,
@@ -81,6 +82,7 @@ class EngineArrays:
         self._counts: DrawnCounts
         self._masks: TokenMasks | None = None
         self._last: ServeOutput
+        self._undrawn: RowLogits | None
         self._input: tuple[list[bytes], Any]
         self._placed: dict[tuple[Any, ...], Any]
         self.unread: collections.deque[ServeOutput]
@@ -140,6 +142,7 @@ class EngineArrays:
         is_simple: bool,
         activations: str,
         wants_logprobs: bool,
+        only_trunk: bool = False,
         only_compiles: bool = False,
     ) -> None:
         """Launches a step, or several; `read` waits for what they give.
@@ -157,6 +160,8 @@ class EngineArrays:
           is_simple: no row asks for more than `Sampling` says.
           activations: as in `decode_step`.
           wants_logprobs: brings log-probabilities from the device; else they are None.
+          only_trunk: launches `plain_trunk` of a plain step. Nothing but `set_masks` and `save` may
+            come before `launch_draw`, which does the rest.
           only_compiles: launches nothing, but begins to compile the program, beside those that were
             begun before; see `finish_compiling`.
         """
@@ -178,13 +183,38 @@ class EngineArrays:
         if num_steps is not None:
             static["num_steps"] = plan.steps_per_call
         arguments = self.params, *pools, serve_input, self._last
+        if only_trunk:
+            program = jit_plain_trunk
+            arguments = self.params, self.cache, serve_input.step, self._last
         if only_compiles:
             self._begin_compiling(program, arguments, static)
             return
         if self._hosts is not None:
             self._hosts.waits()
+        if only_trunk:
+            self.cache, self._undrawn = program(*arguments, **static)
+            if self._waits:
+                jax.block_until_ready((self.cache, self._undrawn))
+            return
         *pools, output = program(*arguments, **static)
         self.cache, self.store = pools if len(pools) == 2 else (*pools, self.store)
+        self._show(output, wants_logprobs=wants_logprobs)
+
+    @every_process
+    def launch_draw(self, *, wants_logprobs: bool) -> None:
+        """Launches `plain_draw` of what the trunk gave, with the masks that were set last."""
+        if self._hosts is not None:
+            self._hosts.waits()
+        # Who kept the logits would have the next ones lie elsewhere.
+        rows, self._undrawn = self._undrawn, None
+        assert rows is not None, "a trunk comes first"
+        settings = {"sampling": self._sampling, "counts": self._counts, "masks": self._masks}
+        serve_input = ServeInput(**settings, **self._input[1])
+        output = jit_plain_draw(rows, serve_input, self._last, config=self._plan.config)
+        self._show(output, wants_logprobs=wants_logprobs)
+
+    def _show(self, output: ServeOutput, *, wants_logprobs: bool) -> None:
+        """Keeps what a step gave for the next one, and begins to bring a copy to the host."""
         self._last = output
         # The next step writes its own output in the place of this one's.
         shown = _copied(dataclasses.replace(output, logprobs=None, confidence=None))
@@ -263,6 +293,7 @@ class EngineArrays:
             plan.options.split_cache,
         )()
         self.unread, self._input, self._placed = collections.deque(maxlen=2), ([], None), {}
+        self._undrawn = None
 
     def _begin_compiling(
         self, program: Any, arguments: tuple[Any, ...], static: Mapping[str, Any]

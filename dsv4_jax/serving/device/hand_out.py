@@ -57,6 +57,13 @@ class HandOut:
         self._result, self._now = result, now
         self._metrics, self._undo = metrics, undo
 
+    def note_unreturned(self) -> None:
+        """Before `run`: what requests get now, no caller of a step gets with it."""
+        for request in self.requests:
+            if request.num_returned is None:
+                self._undo.save(request)
+                request.num_returned = request.num_drawn
+
     def run(self, texts: TokenTexts | None) -> StepTokens:
         """Adds drawn tokens to requests, and sets why those that have ended did.
 

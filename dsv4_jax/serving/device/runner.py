@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from dsv4_jax.serving.device.drawn_counts import CountKeeper
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
 from dsv4_jax.serving.device.grammar_masks import GrammarKeeper
 from dsv4_jax.serving.device.hosted_arrays import HostedArrays
+from dsv4_jax.serving.device.idle_steps import IdleStep, idle_steps
 from dsv4_jax.serving.device.request_rows import copy_jobs
 from dsv4_jax.serving.device.step_result import StepResult
 from dsv4_jax.serving.metrics.metrics import UnitBytes
@@ -30,7 +32,7 @@ from dsv4_jax.serving.requests.grammars import Grammars
 from dsv4_jax.serving.requests.request import Request
 from dsv4_jax.serving.schedule.known_tokens import KnownTokens
 from dsv4_jax.serving.schedule.running import Running
-from dsv4_jax.serving.schedule.scheduler import StepPlan
+from dsv4_jax.serving.schedule.scheduler import RowPlan, StepPlan
 from dsv4_jax.serving.schedule.snapshot_policy import Boundary
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.step.sampling import MAX_LOGIT_BIAS, SamplingParams, stack_sampling
@@ -142,7 +144,8 @@ class StepRunner:
         lengths: np.ndarray,
         boundaries: Sequence[Boundary],
         is_fed: np.ndarray | None = None,
-    ) -> Callable[[], StepResult]:
+        only_trunk: bool = False,
+    ) -> Callable[[], StepResult] | None:
         """Launches one step, with the masks that were brought last.
 
         Args:
@@ -151,11 +154,32 @@ class StepRunner:
           lengths: i32[NS], tokens of each slot before the step; of slots that are fed, at least.
           boundaries: what to keep; none in a plain step, see `save`.
           is_fed: bool[NS], slots whose tokens are what the step before drew; None is no slot.
+          only_trunk: launches a plain step as far as its draws, which are left to `run_draws`.
+
+        Returns:
+          What waits for the step's result; None if that is left too.
+        """
+        self._prepare(plan, running, lengths, boundaries, is_fed, only_trunk)()
+        return None if only_trunk else self._reader_of_last()
+
+    def run_draws(
+        self, plan: StepPlan, running: Running, is_alive: np.ndarray
+    ) -> Callable[[], StepResult]:
+        """Launches the draws of the step whose trunk was launched last, with masks as they are now.
+
+        Args:
+          plan: what that runs.
+          running: the same requests.
+          is_alive: bool[n], rows whose draws somebody waits for.
 
         Returns:
           What waits for the step's result.
+
+        Raises:
+          DrawError: a request's grammar failed; nothing was changed.
         """
-        self._prepare(plan, running, lengths, boundaries, is_fed)()
+        self.bring_masks(itertools.compress(plan.rows, is_alive), running)
+        self.devices.launch_draw(wants_logprobs=self._wants_logprobs(plan, running))
         return self._reader_of_last()
 
     def _prepare(
@@ -165,6 +189,7 @@ class StepRunner:
         lengths: np.ndarray,
         boundaries: Sequence[Boundary] = (),
         is_fed: np.ndarray | None = None,
+        only_trunk: bool = False,
     ) -> functools.partial[None]:
         """`EngineArrays.launch` of a step, which begins to compile it with `only_compiles`."""
         if self._repeated is not None and plan is self._repeated[0]:
@@ -200,8 +225,6 @@ class StepRunner:
                 following[slot] = request.token_ids[end]
         step = StepInput(token_ids=token_ids, request_ids=request_ids, request_slots=slots)  # type: ignore[arg-type]
         self._bring_settings(running)
-        asking = running.slots[running.wants_logprobs]
-        wants_logprobs = len(asking) and bool(np.isin(rows.slots[rows.draws], asking).any())
         least = ()
         if (survivals := self._engine_plan.least_survival) is not None and not plan.is_plain:
             count = max(1, int(rows.draws.sum()))  # what a draft is worth beside so many that draw
@@ -219,21 +242,28 @@ class StepRunner:
             only_decodes=only_decodes,
             is_simple=only_decodes and running.is_simple,
             activations=self._prefill_activations if plan.holds_prompts else self._activations,
-            wants_logprobs=bool(wants_logprobs) or not len(rows),  # an idle step tries it
+            wants_logprobs=self._wants_logprobs(plan, running),
+            only_trunk=only_trunk,
         )
         if plan.is_plain and len(rows) and fed.all() and not running.penalises:
             self._repeated = plan, launch.args, launch.keywords
         return launch
 
-    def bring_masks(self, plan: StepPlan, running: Running) -> None:
-        """Brings what the step may draw, where grammars say so; `run` takes it from there.
+    @staticmethod
+    def _wants_logprobs(plan: StepPlan, running: Running) -> bool:
+        """Whether some row that draws asks for log-probabilities; an idle step tries them."""
+        asking, rows = running.slots[running.wants_logprobs], plan.rows
+        return not len(rows) or bool(len(asking) and np.isin(rows.slots[rows.draws], asking).any())
+
+    def bring_masks(self, rows: Iterable[RowPlan], running: Running) -> None:
+        """Brings what rows may draw, where grammars say so; `run` takes it from there.
 
         Raises:
           DrawError: a request's grammar failed; nothing was changed.
         """
         if not self._engine_plan.grammars:
             return
-        masks = self._followed.masks_of(plan.rows, running) if running.is_constrained else None
+        masks = self._followed.masks_of(rows, running) if running.is_constrained else None
         if masks is not None or self._has_masks is not False:
             self.devices.set_masks(masks or self._followed.no_masks())
             self._has_masks = masks is not None
@@ -254,22 +284,21 @@ class StepRunner:
         blocks = self._shards * self.plan.num_blocks if self._engine_plan.options.debug else None
         width = self.cache.block_table.shape[1]
         changes = idle_changes(self._num_slots, width, num_blocks=blocks)
-        steps = self._idle_steps()
+        has_both_forms = self._activations != self._prefill_activations
+        kinds = {"has_both_forms": has_both_forms, "simplifies": self.simplifies}
+        steps = idle_steps(self._engine_plan, **kinds)
         try:
-            for _, plan, is_simple in steps:
-                self._idle(plan, is_simple=is_simple, only_compiles=True)
+            for step in steps:
+                self._idle(step, only_compiles=True)
         finally:  # none is left for the next call
             seconds = self.devices.finish_compiling()
-        compiled = dict(zip((name for name, *_ in steps), seconds, strict=True))
+        compiled = dict(zip((step.name for step in steps), seconds, strict=True))
         jobs: list[tuple[str, Callable[[], object]]] = [
             ("tables", lambda: self.devices.change(changes, False)),
             ("copies and snapshot loads", lambda: self.devices.change(changes, True)),
             ("snapshots between steps", lambda: self.save([])),
         ]
-        jobs += [
-            (name, functools.partial(self._idle, plan, is_simple=is_simple))
-            for name, plan, is_simple in steps
-        ]
+        jobs += [(step.name, functools.partial(self._idle, step)) for step in steps]
         jobs.append(("verification", self.devices.scan))
         if self._engine_plan.options.host_cache_bytes and self.plan.num_snapshots:
             jobs += copy_jobs(self.devices)
@@ -283,51 +312,22 @@ class StepRunner:
             times.append((name, compiled.get(name, 0.0) + time.perf_counter() - started))
         return times
 
-    def _idle_steps(self) -> list[tuple[str, StepPlan, bool]]:
-        """Steps of every program: name, plan, and whether it is that of simple draws."""
-        sizes, plain_size = self._engine_plan.step_sizes, self._engine_plan.plain_size
-        has_both_forms = self._activations != self._prefill_activations
-        several = self._engine_plan.steps_per_call
-        steps = []
-        for size in sizes:
-            steps.append((f"step of {size} tokens", StepPlan.idle(size, holds_prompts=True), False))
-            if plain_size is None:
-                name = f"step of {size} tokens without prompts"
-                every = has_both_forms or self.simplifies
-                steps += self._decode_steps(name, StepPlan.idle(size), every=every)
-                if several > 1 and size <= self.plan.max_requests * (self.draft_tokens + 1):
-                    idle = StepPlan.idle(size, num_steps=several)
-                    steps.append((f"{several} steps of {size} tokens", idle, self.simplifies))
-        if plain_size is not None:
-            idle = StepPlan.idle(plain_size, is_plain=True)
-            steps += self._decode_steps(f"decode step of {plain_size} tokens", idle)
-            if several > 1:
-                idle = StepPlan.idle(plain_size, is_plain=True, num_steps=several)
-                name = f"{several} decode steps of {plain_size} tokens"
-                steps.append((name, idle, self.simplifies))
-        return steps
-
-    def _decode_steps(
-        self, name: str, idle: StepPlan, *, every: bool = True
-    ) -> list[tuple[str, StepPlan, bool]]:
-        """A step for simple draws, and one for `every` kind of draw."""
-        steps = [(name, idle, False)] if every else []
-        return steps + ([(f"{name}, simple draws", idle, True)] if self.simplifies else [])
-
     def _only_decodes(self, plan: StepPlan) -> bool:
         """Whether a step has programs of its own, which no prompt takes."""
         return plan.is_plain or (self._engine_plan.plain_size is None and not plan.holds_prompts)
 
-    def _idle(
-        self, plan: StepPlan, *, is_simple: bool = False, only_compiles: bool = False
-    ) -> None:
+    def _idle(self, step: IdleStep, *, only_compiles: bool = False) -> None:
         nobody, lengths = Running({}, KnownTokens(0, 0)), np.zeros(self._num_slots, np.int32)
-        nobody.is_simple = is_simple
-        self.bring_masks(plan, nobody)
+        nobody.is_simple = step.is_simple
+        self.bring_masks(step.plan.rows, nobody)
+        launch = self._prepare(step.plan, nobody, lengths, only_trunk=step.only_trunk)
         if only_compiles:
-            self._prepare(plan, nobody, lengths)(only_compiles=True)
-        else:
-            self.run(plan, nobody, lengths, [])()
+            launch(only_compiles=True)
+            return
+        launch()
+        if step.only_trunk:
+            self.devices.launch_draw(wants_logprobs=True)
+        self._reader_of_last()()
 
     def _start_settings(self) -> None:
         """The devices have neither settings, counts nor masks."""

@@ -34,7 +34,8 @@ class Flight[T]:
       running: requests when it was launched.
       places: i64[n], of each row, the number of its request in `running`.
       boundaries: snapshots that it writes if it crosses them.
-      read: waits for the step's result.
+      read: waits for the step's result; None while its draws are not launched, since they wait
+        for what the step before it drew.
       launched_s: when that was, in seconds.
       load: what its time depends on, where it holds prompts; else None.
       alive: bool[n], rows whose request still has the slot; what others give is thrown away.
@@ -46,7 +47,7 @@ class Flight[T]:
     running: Running
     places: np.ndarray
     boundaries: list[Boundary]
-    read: Read[T]
+    read: Read[T] | None
     launched_s: float
     load: CallLoad | None = None
     rows: StepRows = dataclasses.field(init=False)
@@ -102,6 +103,11 @@ class Outlook:
     is_fed: np.ndarray
     goes_on: np.ndarray
     repeats: bool
+
+    @property
+    def waits(self) -> np.ndarray:
+        """bool[n], what the request may draw next depends on tokens that the host has not read."""
+        return self.running.has_grammar & self.is_fed & self.goes_on
 
 
 def look(

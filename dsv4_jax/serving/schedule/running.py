@@ -25,7 +25,8 @@ class Running(Mapping[int, Request]):
       stops: i32[n, s], stop tokens, -1 where there are fewer.
       ids: i64[n], request ids.
       penalises: some request has penalties.
-      is_constrained: some request has a grammar.
+      has_grammar: bool[n].
+      is_constrained: some request has one.
       is_simple: no request asks for more than a temperature and min-p.
       with_siblings: samples of one prompt that were submitted together.
     """
@@ -52,7 +53,10 @@ class Running(Mapping[int, Request]):
         for row, tokens in zip(self.stops, stops, strict=True):
             row[: len(tokens)] = tuple(tokens)
         self.ids = np.array([request.request_id for request in requests], np.int64)
-        self.is_constrained = any(request.sampling.grammar is not None for request in requests)
+        self.has_grammar = np.array(
+            [request.sampling.grammar is not None for request in requests], bool
+        )
+        self.is_constrained = bool(self.has_grammar.any())
         self.penalises = any(request.sampling.penalises for request in requests)
         self.is_simple = all(request.sampling.is_simple for request in requests)
         self.with_siblings = [request for request in requests if request.siblings]

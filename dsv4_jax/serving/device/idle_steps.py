@@ -1,0 +1,65 @@
+"""The steps that an engine can come to run, one for each program, of which warm-up runs each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dsv4_jax.serving.schedule.scheduler import StepPlan
+from dsv4_jax.serving.sizing import EnginePlan
+
+
+class IdleStep(NamedTuple):
+    """A step without rows, which finds out a program.
+
+    Attributes:
+      name: what it is called where warm-up tells of it.
+      plan: its sizes.
+      is_simple: it takes the program of simple draws.
+      only_trunk: its draws are a program of their own.
+    """
+
+    name: str
+    plan: StepPlan
+    is_simple: bool = False
+    only_trunk: bool = False
+
+
+def idle_steps(engine: EnginePlan, *, has_both_forms: bool, simplifies: bool) -> list[IdleStep]:
+    """Steps of every program.
+
+    Args:
+      engine: sizes of the engine.
+      has_both_forms: steps with prompts have other activations than others.
+      simplifies: simple draws have programs of their own.
+    """
+    sizes, plain_size, several = engine.step_sizes, engine.plain_size, engine.steps_per_call
+    most_rows = engine.pools.max_requests * (engine.draft_tokens + 1)
+    steps = []
+    for size in sizes:
+        steps.append(IdleStep(f"step of {size} tokens", StepPlan.idle(size, holds_prompts=True)))
+        if plain_size is None:
+            name = f"step of {size} tokens without prompts"
+            if has_both_forms or simplifies:
+                steps.append(IdleStep(name, StepPlan.idle(size)))
+            if simplifies:
+                steps.append(IdleStep(f"{name}, simple draws", StepPlan.idle(size), True))
+            if several > 1 and size <= most_rows:
+                idle = StepPlan.idle(size, num_steps=several)
+                steps.append(IdleStep(f"{several} steps of {size} tokens", idle, simplifies))
+    if plain_size is not None:
+        name, idle = f"decode step of {plain_size} tokens", StepPlan.idle(plain_size, is_plain=True)
+        steps.append(IdleStep(name, idle))
+        if simplifies:
+            steps.append(IdleStep(f"{name}, simple draws", idle, True))
+        if draws_apart(engine):
+            steps.append(IdleStep(f"{name}, draws apart", idle, only_trunk=True))
+        if several > 1:
+            idle = StepPlan.idle(plain_size, is_plain=True, num_steps=several)
+            name = f"{several} decode steps of {plain_size} tokens"
+            steps.append(IdleStep(name, idle, simplifies))
+    return steps
+
+
+def draws_apart(engine: EnginePlan) -> bool:
+    """Whether steps that only decode may be launched before it is known what they may draw."""
+    return engine.grammars and engine.overlap and engine.plain_size is not None
