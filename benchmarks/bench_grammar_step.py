@@ -1,4 +1,4 @@
-"""A decode step with an answer that follows a grammar: `python -m benchmarks.bench_grammar_step CONFIG`.
+"""A decode step beside an answer with a grammar: `python -m benchmarks.bench_grammar_step CONFIG`.
 
 In turns, of the same requests with the same seeds: `plain`, where nobody has a grammar; `top-p`,
 where one has another draw, in one program; `apart`, where one has a grammar, and each trunk is
@@ -121,7 +121,7 @@ def measure(engine, requests, arguments):
             "case": name,
             "ms": [round(each, 3) for each in (statistics.median(ms), min(ms), max(ms))],
             "of_plain": round(statistics.median(ms) / plain, 3),
-            "host_between_ms": [round(x, 3) for x in np.quantile(between[name] or [0], (0.5, 0.99))],
+            "host_between_ms": np.quantile(between[name], (0.5, 0.99)).round(3).tolist(),
             "same_tokens": f"{sum(same)} of {len(same)}",
         }
 

@@ -19,8 +19,10 @@ import pytest
 import dsv4_jax as ds
 import pallas_kernels
 from dsv4_jax.model.params import param_shapes
+from dsv4_jax.serving import Grammar
 from helpers.checkpoints import released_tensors, write_released
 from helpers.serve import MODEL, running, small_engine
+from helpers.serving import run_to_end
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "design" / "architecture.md"
@@ -83,13 +85,14 @@ def names_of(path):
     return names
 
 
-def test_the_page_has_the_five_walks():
+def test_the_page_has_the_six_walks():
     ends = [(walk[0].function, walk[-1].function) for walk in WALKS]
     assert ends == [
         ("EngineCore.submit", "StepTokens"),
         ("Connection.data_received", "_send_part"),
         ("csa_attention", "prepare_store"),
         ("read_sampling", "draw"),
+        ("ServingLoop.serve", "draw"),
         ("load_checkpoint", "begin"),
     ]
 
@@ -101,7 +104,7 @@ def files_of(walk, last=None):
 
 
 def test_the_page_counts_the_files_of_its_walks():
-    token, http, row, setting, weights = WALKS
+    token, http, row, setting, _, weights = WALKS
     logits, ring = files_of(token, "linear"), files_of(row, "copy_row")
     around = files_of(http) - {"dsv4_jax/serving/engine_core.py"}
     assert (len(logits), len(files_of(token) - logits), len(around)) == (19, 4, 16)
@@ -138,8 +141,8 @@ class Calls:
         """The line of a walk that a function, a closure in it or a constructor is; None if none."""
         path = code.co_filename.removeprefix(f"{ROOT}/")
         function = code.co_qualname.split(".<locals>")[0]
-        found = {(path, function), (path, function.split(".")[0])} & self._named
-        return found.pop() if found else None
+        exact, of_class = (path, function), (path, function.split(".")[0])
+        return next((place for place in (exact, of_class) if place in self._named), None)
 
     def note(self, code, offset):
         place = self.place_of(code)
@@ -185,6 +188,12 @@ def ask_a_server():
             assert answer.read().endswith(b"data: [DONE]\n\n")
 
 
+def follow_a_grammar():
+    """In an engine that has a program of steps that only decode."""
+    engine = small_engine(max_requests=2, prefill_tokens=(40,), decode_tokens=None)
+    run_to_end(engine, engine.submit("a walk", grammar=Grammar("regex", "[a-z]{9}")))
+
+
 def trace_for_a_gpu(monkeypatch):
     """A decode step of a layer of Flash, as it is traced where there is an H200."""
     for module in pkgutil.walk_packages(pallas_kernels.__path__, "pallas_kernels."):
@@ -215,6 +224,7 @@ def test_functions_of_a_walk_call_each_other(tmp_path, monkeypatch):
     released = write_released(tmp_path / "released", config, released_tensors(config))
     with noted_calls() as calls:
         ask_a_server()
+        follow_a_grammar()
         ds.load_checkpoint(released, progress=False)
         try:
             trace_for_a_gpu(monkeypatch)

@@ -4,8 +4,8 @@ Prints, as JSON, the seconds it took, its launches, bytes of its arguments, byte
 place and takes beside them, every copy of a MiB or more, and what the host would wait for. Nothing
 is allocated: arguments are shapes. With `--drafts` it is the engine's step, draft block included,
 or with `--dspark` DSpark stages, with `--steps-per-call` its call of several decode steps, with
-`--draws` alone its decode step, else a decode step that gives logits. Flash with all its experts,
-as the release stores them:
+`--draws` alone its decode step, or the `trunk` of that or what it draws `apart`, else a decode step
+that gives logits. Flash with all its experts, as the release stores them:
 
     python -m tools.step_at_size 43 1 --config flash --weights released --drafts 1
     python -m tools.step_at_size 43 1 --config flash --weights released --drafts 5 --dspark
@@ -14,6 +14,7 @@ as the release stores them:
 import argparse
 import collections
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -33,12 +34,15 @@ from dsv4_jax.model.weight_forms import RELEASE_FORMS
 from dsv4_jax.model.weight_sizes import FORMATS, walk_weights, weight_format
 from dsv4_jax.step.decode_steps import jit_plain_decode_steps
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
+from dsv4_jax.step.plain_step import jit_plain_draw, jit_plain_trunk, plain_trunk
 from dsv4_jax.step.sampling import MAX_LOGIT_BIAS, SamplingParams, stack_sampling
 from dsv4_jax.step.serve_step import jit_plain_decode_step, jit_serve_step
 from dsv4_jax.step.serve_values import ServeInput, ServeOutput
 from dsv4_jax.step.settings_size import count_entries, mask_words
 from pallas_kernels.common.weights import weight_bytes
 from tools import aot, aot_figures
+
+_DRAWS = "simple", "full", "trunk", "apart"
 
 _NO_REMATERIALIZATION = {"xla_disable_hlo_passes": "rematerialization"}
 """XLA computes small values again in every layer where a model does not leave room on the GPU."""
@@ -72,7 +76,7 @@ def compile_step(
     static = {"config": config, "activations": activations}
     donated = [cache]
     asked = {}
-    if draws == "full":
+    if draws in ("full", "apart"):
         asked = _all_that_can_be_asked(config, batch, context, draft_tokens)
     if draft_tokens:
         store = placed(jax.eval_shape(lambda c: init_snapshot_store(c, batch), cache))
@@ -88,6 +92,13 @@ def compile_step(
         serve_input = placed(dataclasses.replace(_serve_input(batch, 0), **asked))
         last = placed(jax.eval_shape(lambda: ServeOutput.empty(batch, 0, config.vocab_size)))
         step, arguments = jit_plain_decode_step, (params, cache, serve_input, last)
+        if draws in ("trunk", "apart"):
+            step, arguments = jit_plain_trunk, (params, cache, serve_input.step, last)
+        if draws == "apart":
+            with jax.default_device(device):
+                _, rows = jax.eval_shape(functools.partial(plain_trunk, **static), *arguments)
+            step, arguments = jit_plain_draw, (placed(rows), serve_input, last)
+            static, donated = {"config": config}, [last]
     else:
         row = placed(jax.ShapeDtypeStruct((batch,), jnp.int32))
         call = ds.StepInput(token_ids=row, request_ids=row, request_slots=row)
@@ -97,6 +108,7 @@ def compile_step(
         lowered = step.lower(*arguments, **static)
     traced = time.perf_counter()
     compiled = lowered.compile(compiler_options=_NO_REMATERIALIZATION)
+    beside = arguments if draws == "apart" else arguments[1:]
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     formats = collections.Counter()
     for _, weight in walk_weights(params):
@@ -109,7 +121,7 @@ def compile_step(
         "weight_bytes": {name: formats[name] for name in FORMATS if name in formats},
         "cache_bytes": tree_bytes(donated),
         "argument_bytes": memory.argument_size_in_bytes,
-        "argument_bytes_of_weights": memory.argument_size_in_bytes - tree_bytes(arguments[1:]),
+        "argument_bytes_of_weights": memory.argument_size_in_bytes - tree_bytes(beside),
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         "large_copies": [size for size in aot_figures._copies(hlo) if size >= 2**20],
@@ -208,7 +220,7 @@ def main():
     parser.add_argument("--drafts", type=int, default=0, help="tokens that the draft guesses")
     parser.add_argument("--dspark", action="store_true", help="three DSpark stages are the draft")
     parser.add_argument("--steps-per-call", type=int, default=1)
-    parser.add_argument("--draws", choices=("simple", "full"), help="what rows may ask of them")
+    parser.add_argument("--draws", choices=_DRAWS, help="what rows may ask of them")
     add_activations(parser, prefill=False)
     arguments = parser.parse_args()
     config = chosen_config(arguments)

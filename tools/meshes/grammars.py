@@ -1,5 +1,5 @@
 """Answers that follow grammars, on meshes and on one device: tokens without drafts, tokens with
-drafts, how many drafts were kept, and the texts.
+drafts, how many drafts were kept, and the texts; and tokens of steps with their draws apart.
 """
 
 import numpy as np
@@ -32,13 +32,13 @@ def check_all(arguments):
     return found | {name: check(mesh_of(name), alone) for name in arguments.meshes}
 
 
-def engine_on(mesh, *, draft_tokens):
+def engine_on(mesh, **changes):
     """Two slots on each data shard, so that some requests wait; bytes are tokens."""
     sizes = {"num_attention_heads": 8, "o_groups": 8, "hc_sinkhorn_iters": 1}
     config, params = serving.one_layer(vocab_size=VOCAB, eos_token_ids=(END,), **sizes)
     shards = 1 if mesh is None else mesh.shape["data"]
     counts = {"max_requests": 2 * shards, "num_snapshots": 8 * shards}
-    options = serving.SIZES | counts | {"draft_tokens": draft_tokens, "mesh": mesh}
+    options = serving.SIZES | counts | {"mesh": mesh} | changes
     return ds.Engine(config, params, tokenizer=serving.byte_tokenizer(), **options)
 
 
@@ -69,12 +69,15 @@ def check(mesh, known=None):
     """What a mesh gives; drafts are the tokens `known`, or what it gives without drafts."""
     plain = answers(engine_on(mesh, draft_tokens=0))
     plain_ids = [[int(token) for token in one.token_ids] for one in plain]
+    apart = answers(engine_on(mesh, draft_tokens=0, decode_tokens=None))
+    apart_ids = [[int(token) for token in one.token_ids] for one in apart]
     engine = engine_on(mesh, draft_tokens=3)
     drafted = answers(engine, known or plain_ids)
     assert not engine.verify().problems
     return {
         "plain": plain_ids,
         "drafted": [[int(token) for token in one.token_ids] for one in drafted],
+        "apart": apart_ids,
         "accepted": engine.metrics.accepted_tokens,
         "texts": [one.text for one in drafted],
         "reasons": [one.finish_reason for one in drafted],

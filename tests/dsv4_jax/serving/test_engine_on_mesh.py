@@ -125,6 +125,7 @@ def test_answers_with_grammars_are_those_of_one_device():
     assert [alone["reasons"][number] for number in (0, 1, 3, 4)] == ["stop"] * 4
     for name, of_mesh in found.items():
         assert of_mesh["plain"] == of_mesh["drafted"] == alone["plain"], name
+        assert of_mesh["apart"] == alone["plain"], name
         assert of_mesh["texts"] == alone["texts"], name
         assert of_mesh["accepted"] > 10, name
 
