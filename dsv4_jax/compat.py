@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from jax._src import cache_key, core, distributed, xla_bridge
+import jax
+from jax._src import array, cache_key, core, distributed, xla_bridge
 from jax._src.interpreters import mlir
 from jaxlib.mlir import ir
 
@@ -57,6 +58,15 @@ def end_traces() -> None:
     Without it JAX takes what is called next for part of that trace.
     """
     core.reset_trace_state()
+
+
+def uncommitted(value: jax.Array) -> jax.Array:
+    """The same array of one device, which any program may take to the devices of its others.
+
+    What has been copied from a kind of memory that was named is committed, and so is what a program
+    makes of it, which then is another program for whoever takes that.
+    """
+    return array.ArrayImpl(value.aval, value.sharding, [value], committed=False)  # type: ignore[arg-type]
 
 
 type Canonicalize = Callable[..., bytes]

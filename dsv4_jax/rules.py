@@ -60,14 +60,19 @@ _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """A number of bytes up to 2**62, or a text such as "64GiB"."""
+    """A number of bytes up to 2**62, or a text such as "64GiB", or perhaps "auto"."""
 
-    def check(self, name: str, value: Any) -> int:
-        """The value as a plain int."""
+    has_auto: bool = False
+
+    def check(self, name: str, value: Any) -> int | str:
+        """The value as a plain int, or "auto"."""
         if isinstance(value, str):
+            if self.has_auto and value == "auto":
+                return value
             found = re.fullmatch(f"([0-9]{{1,15}})({'|'.join(_UNITS)})", value)
             if found is None:
-                checks.refuse(name, 'a number of bytes, such as 4096, "512MiB" or "64GiB"', value)
+                rule = 'a number of bytes, such as 4096, "512MiB" or "64GiB"'
+                checks.refuse(name, rule + ', or "auto"' * self.has_auto, value)
             value = int(found[1]) * _UNITS[found[2]]
         return checks.integer(name, value, 0, 2**62)
 

@@ -47,6 +47,10 @@ class SlowJaxWarning(UserWarning):
     """This version of jax makes GPU kernels slower than another that the package runs on."""
 
 
+_HOST_POOL_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""Environment of XLA: the most that it pins of a host with GPUs. Without it that is 64."""
+
+
 NCCL_SETTINGS = {"NCCL_NVLS_ENABLE": "0"}
 """Environment of NCCL: no multicast over NVLink, which a virtual machine may lack."""
 
@@ -57,7 +61,8 @@ def set_xla_flags(**flags: str) -> str:
     Flags that the variable has already are left alone: what the user sets wins. If it is the name
     of a file, as which XLA takes what does not begin with "--", the flags of that file take its
     place. A CPU ignores them.
-    `NCCL_SETTINGS` go to the environment in the same way. On a machine with a GPU, a version of jax
+    `NCCL_SETTINGS` go to the environment in the same way, and that XLA may pin all of the host's
+    memory, which prefixes on the host do. On a machine with a GPU, a version of jax
     that is slow there is warned of, once.
 
     Args:
@@ -86,6 +91,8 @@ def set_xla_flags(**flags: str) -> str:
     os.environ["XLA_FLAGS"] = " ".join(words)
     for name, value in NCCL_SETTINGS.items():
         os.environ.setdefault(name, value)
+    if (memory := host_memory()) is not None:
+        os.environ.setdefault(_HOST_POOL_GB, str(memory.total_bytes // 2**30))
     return os.environ["XLA_FLAGS"]
 
 

@@ -55,6 +55,7 @@ ROOMS = {
         "compat",
         "regular_files",
         "lines",
+        "runtime",
         "mesh",
         "peers",
         "hosts",

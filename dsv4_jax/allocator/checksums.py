@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.row_sums import mix_bits
 from dsv4_jax.cache.schema import FamilyKind
 from dsv4_jax.cache.snapshots import SnapshotStore
 from dsv4_jax.mesh import BY_DEVICE, on_mesh
@@ -96,17 +97,10 @@ def _scan(kind: FamilyKind, planes: list[jax.Array]) -> RowScan:
         # weighted sum two flipped signs would cancel.
         index = np.arange(layers * width, dtype=np.uint32).reshape(layers, 1, 1, width)
         salt = (index + np.uint32(1 + 7919 * number)) * np.uint32(2654435761)
-        total += jnp.sum(_mix(bits ^ jnp.asarray(salt)), axis=(0, 3), dtype=jnp.uint32)
+        total += jnp.sum(mix_bits(bits ^ jnp.asarray(salt)), axis=(0, 3), dtype=jnp.uint32)
         full = np.uint32(2 ** (8 * plane.dtype.itemsize) - 1)
         ones &= jnp.all(bits == full, axis=3)
     return RowScan(total, jnp.any(ones, axis=0), kind)
-
-
-def _mix(values: jax.Array) -> jax.Array:
-    """A bijection of u32 in which every bit depends on every other (MurmurHash3's last step)."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        values = (values ^ (values >> shift)) * np.uint32(factor)
-    return values ^ (values >> 16)
 
 
 def _bits(plane: jax.Array) -> jax.Array:

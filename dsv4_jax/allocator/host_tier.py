@@ -8,12 +8,16 @@ a page that somebody holds stays where it is.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from dsv4_jax.allocator.prefix_tree import BlockContent
+from dsv4_jax.allocator.problem import Problem
+from dsv4_jax.cache.row_sums import sum_of_row
 
 
 @dataclasses.dataclass(eq=False)
@@ -24,14 +28,21 @@ class Page:
       of: "blocks" or "snapshots".
       content: key of the prefix up to its end, and the tokens of its last block.
       parent: key of the prefix without that block.
-      data: u8[n], as `cache/packed_rows.py` lays it out.
+      num_bytes: of its data.
+      data: u8[n], as `cache/packed_rows.py` lays it out, in whatever memory its filler chose; None
+        until it is filled.
+      checksum: of the data, as `cache/row_sums.py` has it, from where it was packed.
+      filling: what fills it, while it does.
       holders: who fills or reads it now; it does not give way then.
     """
 
     of: str
     content: BlockContent
     parent: bytes
-    data: np.ndarray
+    num_bytes: int
+    data: Any = None
+    checksum: int = 0
+    filling: concurrent.futures.Future[None] | None = None
     holders: int = 0
 
 
@@ -55,6 +66,15 @@ class HostTier:
         """Blocks and snapshots."""
         return len(self._pages)
 
+    @property
+    def pages(self) -> list[Page]:
+        """All of them, the least recently used first."""
+        return list(self._pages.values())
+
+    def has(self, of: str, key: bytes) -> bool:
+        """Whether there is a page of that key, whatever its tokens are."""
+        return (of, key) in self._pages
+
     def find(self, of: str, content: BlockContent, parent: bytes) -> Page | None:
         """The page of that content, which is compared: a collision of keys is a miss."""
         page = self._pages.get((of, content.key))
@@ -66,7 +86,7 @@ class HostTier:
         """Room for a page, held once, which its caller fills.
 
         Others give way for it, the least recently used first. None if its key is there already,
-        which is then the last used, or if there is no room, or the host refuses the memory.
+        which is then the last used, or if there is no room.
         """
         key = of, content.key
         if key in self._pages:
@@ -74,11 +94,7 @@ class HostTier:
             return None
         if not self._make_room(num_bytes):
             return None
-        try:
-            data = np.empty(num_bytes, np.uint8)
-        except MemoryError:
-            return None
-        page = self._pages[key] = Page(of, content, parent, data, holders=1)
+        page = self._pages[key] = Page(of, content, parent, num_bytes, holders=1)
         self.num_bytes += num_bytes
         return page
 
@@ -104,10 +120,22 @@ class HostTier:
             page.holders -= 1
 
     def drop(self, page: Page) -> None:
-        """Takes out a page that was not filled."""
+        """Takes out a page that was not filled, or is damaged."""
         if self._pages.get((page.of, page.content.key)) is page:
             del self._pages[page.of, page.content.key]
-            self.num_bytes -= page.data.nbytes
+            self.num_bytes -= page.num_bytes
+
+    def problems(self) -> list[Problem]:
+        """What is wrong: sizes that do not add up, and filled pages of other bytes than came."""
+        found, total = [], sum(page.num_bytes for page in self._pages.values())
+        if total != self.num_bytes or total > self.max_bytes:
+            message = f"pages have {total} bytes, counted are {self.num_bytes} of {self.max_bytes}"
+            found.append(Problem("owner", "host", message))
+        for page in self._pages.values():
+            if page.filling is None and sum_of_row(np.asarray(page.data)) != page.checksum:
+                where = f"host {page.of} {page.content.key.hex()}"
+                found.append(Problem("checksum", where, "its bytes are not those that came"))
+        return found
 
     def _make_room(self, num_bytes: int) -> bool:
         """Whether so many bytes are free; only then has anything given way."""
@@ -119,10 +147,10 @@ class HostTier:
                 break
             if not page.holders:
                 giving.append(page)
-                wanted -= page.data.nbytes
+                wanted -= page.num_bytes
         if wanted > 0:
             return False
         for page in giving:
             self.drop(page)
-            self.evicted_bytes += page.data.nbytes
+            self.evicted_bytes += page.num_bytes
         return True

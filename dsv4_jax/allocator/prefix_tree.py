@@ -40,6 +40,7 @@ class PrefixNode:
       last_used: when a request last used it, on the tree's own clock.
       is_kept: still part of the tree.
       is_demoted: its snapshot is not worth keeping once it has given way.
+      snapshot_holds: how many wait to resume from its snapshot, which gives way to none then.
     """
 
     key: bytes
@@ -53,6 +54,7 @@ class PrefixNode:
     last_used: int = 0
     is_kept: bool = True
     is_demoted: bool = False
+    snapshot_holds: int = 0
 
 
 class BlockContent(NamedTuple):
@@ -251,12 +253,15 @@ class PrefixTree:
     def take_snapshot_place(self) -> int:
         """A place in the store, taken from the least recently used snapshot if none is free.
 
-        Only a snapshot gives way to a snapshot; blocks stay. -1 if there is no place at all.
+        Only a snapshot gives way to a snapshot, and none that somebody holds; blocks stay. -1 if
+        there is no place at all.
         """
         if not self._free_snapshots:
-            if not self._snapshots:
+            oldest = (node for node in self._snapshots.values() if not node.snapshot_holds)
+            node = next(oldest, None)
+            if node is None:
                 return -1
-            self.drop_snapshot(next(iter(self._snapshots.values())))
+            self.drop_snapshot(node)
             self.num_evicted_snapshots += 1
         return self._free_snapshots.pop()
 

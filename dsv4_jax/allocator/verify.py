@@ -37,6 +37,10 @@ class Report:
     problems: tuple[Problem, ...]
     seals: Seals | tuple[Seals, ...] | None
 
+    def beside(self, problems: Sequence[Problem]) -> Report:
+        """The same with others' problems too."""
+        return dataclasses.replace(self, problems=(*self.problems, *problems))
+
     def __str__(self) -> str:
         """One line per problem."""
         return (

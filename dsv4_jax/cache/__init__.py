@@ -12,6 +12,7 @@
     slot_changes    what the allocator changes between two steps
     snapshots       what resumes a request at a block boundary
     packed_rows     slots, blocks and snapshots as bytes, for the host
+    row_sums        checksums of those
 
 `empty_cache` makes one, `shardings` and `block_split` lay it over a mesh, `poison` fills what
 nobody may read, and `original` and `views` have the original cache's interface.

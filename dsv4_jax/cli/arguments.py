@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
-from dsv4_jax.cli.values import num_bytes, real, whole, wholes
+from dsv4_jax.cli.values import num_bytes, num_bytes_or_auto, real, whole, wholes
 from dsv4_jax.hosts import DEFAULT_TIMEOUT_S, join_hosts
 from dsv4_jax.mesh import make_mesh
 from dsv4_jax.rules import Bytes, Flag, ListOf, Real, Rule, Whole, Word, rules_of
@@ -116,7 +116,8 @@ def _reading(rule: Rule, default: Any) -> dict[str, Any]:
         case Word():
             return {"choices": rule.known} | ({"type": rule.named} if rule.also else {})
         case Bytes():
-            return {"type": num_bytes, "metavar": "BYTES"}
+            read = num_bytes_or_auto if rule.has_auto else num_bytes
+            return {"type": read, "metavar": "BYTES"}
         case Whole():
             return {"type": whole(*_bounds(rule))}
         case ListOf(item=Whole() as item):

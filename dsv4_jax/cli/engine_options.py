@@ -18,6 +18,8 @@ from dsv4_jax.model.weight_forms import STORED, WEIGHT_FORMS, dtype_beside
 from dsv4_jax.rules import rules_of
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.options import EngineOptions
+from dsv4_jax.serving.sizing import find_host_cache_bytes
+from dsv4_jax.standard_streams import say
 
 _OF_SERVERS = (
     "max_requests",
@@ -148,6 +150,7 @@ def build_engine(
       MemoryError: it does not fit; the message says what would.
     """
     options = EngineOptions(**chosen_fields(args, EngineOptions) | fields)
+    find_host_cache_bytes(options)  # before minutes of loading
     if options.gpu_memory_fraction is None:
         smaller = "" if options.prefill_tokens is None else "smaller steps (--prefill-tokens), "
         check_engine_memory(
@@ -163,7 +166,7 @@ def build_engine(
             way_out=f"fewer requests at once (--max-requests), {smaller}a shorter context, another "
             "--cache-format, or what `dsv4-jax plan` says would fit",
         )
-    return Engine.from_checkpoint(
+    engine = Engine.from_checkpoint(
         folder,
         options,
         tokenizer=tokenizer,
@@ -172,3 +175,7 @@ def build_engine(
         check_weights=args.check_weights,
         follow_links=args.follow_links,
     )
+    if options.host_cache_bytes == "auto":
+        found = engine.plan.host_cache_bytes
+        say(f"[--host-cache auto: {found / 2**30:,.2f} GiB, half of what is free]")
+    return engine

@@ -143,8 +143,9 @@ def check_engine_memory(
         needs["weights"] = int(count * weight_share(config, mesh, weights=form))
         if jax.default_backend() == "cpu":
             needs = {name: each * len(mesh.local_devices) for name, each in needs.items()}
-    if options.host_cache_bytes and jax.default_backend() == "cpu":
-        needs["prefixes on the host"] = int(options.host_cache_bytes)
+    of_host = options.host_cache_bytes  # "auto" is a part of what is left
+    if isinstance(of_host, int) and of_host and jax.default_backend() == "cpu":
+        needs["prefixes on the host"] = of_host
     check_memory(needs, way_out)
 
 

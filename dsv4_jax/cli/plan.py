@@ -24,6 +24,7 @@ from dsv4_jax.cli.arguments import (
 from dsv4_jax.cli.gpus import MEMORY_BYTES, Gpus, read_gpus
 from dsv4_jax.cli.plan_files import Files, count_files
 from dsv4_jax.cli.plan_mesh import draft_name, print_mesh_plan, print_weights
+from dsv4_jax.cli.plan_tiers import add_tiers, print_tiers
 from dsv4_jax.cli.presets import PRESETS
 from dsv4_jax.cli.values import real, whole
 from dsv4_jax.config import DSV4Config
@@ -67,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_follow_links(parser)
     add_drafts(parser)
     add_mesh(parser, split_cache=True)
+    add_tiers(parser)
     parser.add_argument(
         "--collective-us",
         type=real(0, 1e6),
@@ -92,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
     is_spread = gpus.count > 1 or args.data is not None or args.model is not None
     if is_spread or config.sources is not None:
         print_mesh_plan(config, args, gpus)
+        print_tiers(config, args)
         _print_files(files)
         return 0
     if args.split_cache:
@@ -131,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
     if args.weights_gib is not None:
         count = int(args.weights_gib * 2**30)
     _print_fit(config, args, gpus, count, total / args.requests)
+    print_tiers(config, args)
     _print_files(files)
     return 0
 

@@ -37,10 +37,22 @@ def whole(least: int = 1, most: int = MAX_I32) -> Callable[[str], int]:
 def num_bytes(text: str) -> int:
     """Reads a number of bytes, such as 64GiB."""
     try:
-        return Bytes().check("value", text)
+        return int(Bytes().check("value", text))
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"must be a number of bytes such as 4096, 512MiB or 64GiB, got {show(text)}"
+        ) from None
+
+
+def num_bytes_or_auto(text: str) -> int | str:
+    """Reads the same, or auto."""
+    if text == "auto":
+        return text
+    try:
+        return num_bytes(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of bytes such as 4096, 512MiB or 64GiB, or auto, got {show(text)}"
         ) from None
 
 

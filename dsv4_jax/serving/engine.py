@@ -81,6 +81,7 @@ class Engine(EngineCore):
           ValueError: an argument is of another type or out of range, there is no such format or
             form, `params` are not those of `config`, or a size does not divide over the mesh;
             nothing was allocated.
+          MemoryError: the host has less memory than `host_cache_bytes` says.
           TypeError: `EngineOptions` has no such field.
         """
         options = _options_of(options, fields)

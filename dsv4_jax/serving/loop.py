@@ -202,7 +202,8 @@ class ServingLoop:
         self.drain()
         self.tell(None)
         scan = self.runner.devices.scan()
-        return verify_scan(self.runner.cache, scan, self.shards.ledgers(), self._seals)
+        report = verify_scan(self.runner.cache, scan, self.shards.ledgers(), self._seals)
+        return report.beside(self.host.problems() if self.host else ())
 
     def _new_shards(self) -> DataShards:
         runner = self.runner
@@ -210,7 +211,7 @@ class ServingLoop:
         shards = DataShards.planned(self._plan.data_shards, runner.config, runner.plan, **kinds)
         if self.host is not None:
             self.host.close()
-        if max_bytes := int(self._options.host_cache_bytes):
+        if max_bytes := self._plan.host_cache_bytes:
             calls = {"apply": lambda: self.tell(self.flight), "clock": self.clock}
             self.host = HostCopies(runner.devices, shards, max_bytes, metrics=self.metrics, **calls)
         return shards

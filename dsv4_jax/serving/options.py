@@ -104,7 +104,9 @@ class EngineOptions:
         what is in use.
       host_cache_bytes: of the host's memory, a number or a text such as "64GiB", for blocks and
         snapshots of known prefixes that gave way on the devices, 0 for none; beside it there are
-        copies on their way. Not on a mesh of several processes, and not with `split_cache`.
+        copies on their way. "auto" is half of what is free when the engine is built
+        (`EnginePlan.host_cache_bytes`). Not on a mesh of several processes, and not with
+        `split_cache`.
       unroll: gives every layer arrays of its own (`unstack_layers`), which is what a step on a GPU
         wants; None does so on a GPU alone. If you keep stacked `params`, they are in memory twice.
       overlap: launches the next step before the last one's tokens are read, where the host can plan
@@ -209,9 +211,9 @@ class EngineOptions:
     host_cache_bytes: Annotated[
         int | str,
         Ruled(
-            Bytes(),
+            Bytes(has_auto=True),
             help="of the host's memory, such as 64GiB, for prefixes that gave way on the devices; "
-            "0 is none",
+            "auto is half of what is free, 0 is none",
         ),
     ] = 0
     unroll: Annotated[bool | None, Ruled(Flag())] = None

@@ -16,6 +16,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import AXES, DATA, check_divides, mesh_sizes
 from dsv4_jax.model.draft_params import DraftParams, DSparkParams
 from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.runtime import host_memory
 from dsv4_jax.serving.options import DEFAULT_MAX_STEP_MS, NO_STEP_BOUND_MS, EngineOptions
 from dsv4_jax.step.call_cost import base_seconds
 from dsv4_jax.step.draft_worth import StepCost, least_survival
@@ -23,6 +24,8 @@ from dsv4_jax.step.settings_size import count_entries
 
 _SIZE_STEP = 128
 _NEAR_ENOUGH = 0.75
+_SHARE_OF_HOST = 0.5
+"""Of the host's free memory, for "auto"."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,7 @@ class EnginePlan:
       grammars: requests may have grammars; else no step takes masks.
       prefill_activations: what multiplies quantised weights in steps that hold prompt tokens.
       overlap: the next step is launched before the last one is read, where it can be.
+      host_cache_bytes: of the host's memory, for known prefixes.
       cost: what a device reads and multiplies in a step, for its time by arithmetic.
       max_step_s: the longest, in seconds, that a step with prompts may take beside requests that
         decode; infinite where nothing bounds it. One that was not given grows with the times of
@@ -59,6 +63,7 @@ class EnginePlan:
     grammars: bool
     prefill_activations: str = dataclasses.field(repr=False)
     overlap: bool = dataclasses.field(repr=False)
+    host_cache_bytes: int = dataclasses.field(repr=False)
     cost: StepCost = dataclasses.field(repr=False)
     max_step_s: float = dataclasses.field(repr=False)
     least_survival: tuple[float, ...] | None = dataclasses.field(default=None, repr=False)
@@ -113,6 +118,7 @@ def plan_engine(
     Raises:
       ValueError: an option does not fit the model or divide over the mesh, or a budget is too
         little.
+      MemoryError: the host has less memory than `host_cache_bytes` says.
     """
     checks.instance("config", config, DSV4Config)
     mesh, draft_tokens = options.mesh, options.draft_tokens
@@ -155,10 +161,35 @@ def plan_engine(
         grammars=options.grammars and has_tokenizer,
         prefill_activations=options.prefill_activations or options.activations,
         overlap=options.overlap and not options.debug,
+        host_cache_bytes=find_host_cache_bytes(options),
         cost=of_device,
         max_step_s=max_step_s,
     )
     return dataclasses.replace(plan, least_survival=_least_survivals(plan, cost))
+
+
+def find_host_cache_bytes(options: EngineOptions) -> int:
+    """What `host_cache_bytes` comes to on this machine now.
+
+    Raises:
+      ValueError: it is "auto", and nobody says what is free.
+      MemoryError: it is more than what is free.
+    """
+    asked, memory = options.host_cache_bytes, host_memory()
+    if isinstance(asked, str):
+        if memory is None:
+            raise ValueError(
+                'host_cache_bytes must be a number where nobody says how much memory is free, got "'
+                f'{asked}"; give one, such as "8GiB"'
+            )
+        return int(memory.free_bytes * _SHARE_OF_HOST)
+    if memory is not None and asked > memory.free_bytes:
+        raise MemoryError(
+            f"host_cache_bytes must be at most the {memory.free_bytes / 2**30:,.2f} GiB of "
+            f"{memory.total_bytes / 2**30:,.2f} that {memory.name} has free, got "
+            f'{asked / 2**30:,.2f} GiB; give less, or "auto" for half of it'
+        )
+    return asked
 
 
 def _max_step_s(options: EngineOptions) -> float:
@@ -181,6 +212,7 @@ def with_fitting_size(
 
     Args:
       sizes: of steps with prompts on a data shard, ascending.
+      host_cache_bytes: of the host's memory, for known prefixes.
       cost: what a device reads and multiplies, for the arithmetic that decides.
       max_step_s: the bound, in seconds.
       data: data shards.

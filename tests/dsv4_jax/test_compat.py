@@ -125,3 +125,12 @@ def test_no_other_module_looks_inside_jax():
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             inside = [module for module in modules if module.startswith("jax._src")]
             assert not inside or path.name == "compat.py", f"{path} imports {inside}"
+
+
+def test_an_array_without_a_place_goes_where_others_are():
+    """And what is made of it is another program's no more than before."""
+    there = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    value = jax.device_put(jnp.arange(3), there)
+    loose = compat.uncommitted(value)
+    assert (value.committed, loose.committed, (loose + 1).committed) == (True, False, False)
+    assert loose.tolist() == [0, 1, 2]

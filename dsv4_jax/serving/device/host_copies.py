@@ -1,18 +1,17 @@
-"""HostCopies: what the prefix tree lets go moves to the host, and back for who asks for it.
+"""HostCopies: prefixes that lie on the host move back for who asks for them.
 
-    tree ── Leaving ──> pack_rows ──> copy, in a thread ──> HostTier
     HostTier ──> rows of a run, in a thread ──> device ──> unpack_rows ──> tree, as a prefix hit
 
-No step waits for a copy. What leaves is packed before anything can write over it, since the device
-runs launches in order. A request whose prefix lies on the host is left out of admission until its
-copies have come, and then admitted like any other; others are admitted meanwhile.
+No step waits for a copy. A request whose prefix lies on the host is left out of admission until its
+copies have come, and then admitted like any other; others are admitted meanwhile. What has come for
+it stays until it is admitted, unless others need the room before. The way there is `page_stores`.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import operator
+import logging
 from collections.abc import Callable, Sequence
 
 import jax
@@ -21,15 +20,15 @@ import numpy as np
 from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.host_tier import HostTier, Page
 from dsv4_jax.allocator.manager import KVCacheManager
-from dsv4_jax.allocator.prefix_tree import Leaving, PrefixNode, contents_of
+from dsv4_jax.allocator.prefix_tree import PrefixNode, contents_of
+from dsv4_jax.allocator.problem import Problem
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
-from dsv4_jax.serving.device.request_rows import MOST_ROWS, padded_rows
+from dsv4_jax.serving.device.page_memory import PageMemory, run_sizes
+from dsv4_jax.serving.device.page_stores import PageStores
 from dsv4_jax.serving.metrics.metrics import Metrics
 from dsv4_jax.serving.requests.request import Request
 
-MOST_STORING = 4
-"""Runs on their way to the host. What leaves while there are so many is gone: a run is memory of
-the device, too."""
+_log = logging.getLogger(__name__)
 
 MOST_LOADING = 8
 """Runs on their way to the device, of all requests: they are memory of the device, too."""
@@ -38,16 +37,16 @@ _FETCHING = 4
 """Threads that copy them."""
 
 
+class _DamagedError(Exception):
+    """Pages that came with other bytes than they left with; they are its arguments."""
+
+
 @dataclasses.dataclass(eq=False)
 class _Run:
-    """Pages of one kind, in order, for the device.
-
-    `filled` are what some of them wait for, and `packed` is None until it is their turn.
-    """
+    """Pages of one kind, in order, for the device; `packed` is None until it is their turn."""
 
     of: str
     pages: list[Page]
-    filled: list[concurrent.futures.Future[None]]
     packed: concurrent.futures.Future[jax.Array] | None = None
 
 
@@ -55,7 +54,7 @@ class _Run:
 class _Fetch:
     """A prefix on its way back: runs of blocks, then of a snapshot, and the nodes that are used.
 
-    `num_tokens` are those that it spares.
+    `num_tokens` are those that it spares. Without runs it has come, and `resumes` at its last node.
     """
 
     request: Request
@@ -64,6 +63,11 @@ class _Fetch:
     chain: list[PrefixNode]
     num_tokens: int
     started_s: float
+    resumes: PrefixNode | None = None
+
+    def brings(self, page: Page) -> bool:
+        """Whether that page is on its way."""
+        return any(page in run.pages for run in self.runs)
 
 
 class HostCopies:
@@ -96,42 +100,48 @@ class HostCopies:
         self.tier = HostTier(max_bytes)
         self._devices, self._shards, self._apply = devices, shards, apply
         self._metrics, self._clock = metrics, clock
-        self._filling: dict[Page, concurrent.futures.Future[None]] = {}
-        self._storing: list[tuple[concurrent.futures.Future[None], list[Page]]] = []
+        self._memory = PageMemory(devices.cache)
+        self._stores = PageStores(devices, shards, self.tier, self._memory, metrics)
         self._fetches: dict[Request, _Fetch] = {}
+        self._after: dict[Request, _Fetch] = {}
         self._tried: set[Request] = set()
+        self._waits_for_room = self._has_warned = False
         # One that stores must not keep one that fetches waiting.
-        self._storer = concurrent.futures.ThreadPoolExecutor(1, "host-cache-store")
         self._fetcher = concurrent.futures.ThreadPoolExecutor(_FETCHING, "host-cache-fetch")
-        for manager in shards.managers:
-            manager.prefixes.tree.leaving = []
-
-    def keep(self) -> None:
-        """Begins to copy what has left the trees; before anything that may write over it."""
-        self._end_stores()
-        for shard, manager in enumerate(self._shards.managers):
-            leaving, manager.prefixes.tree.leaving = manager.prefixes.tree.leaving or [], []
-            # The end of a prefix leaves first, and is of no use without the beginning: where not
-            # all find a place, that goes before it, and is the last used in the end.
-            runs: list[tuple[int, str, list[Leaving]]] = []
-            for of in ("snapshots", "blocks"):
-                rows = [one for one in reversed(leaving) if one.of == of]
-                for start in range(0, len(rows), MOST_ROWS):
-                    runs.append((start, of, rows[start : start + MOST_ROWS]))
-            for _, of, rows in sorted(runs, key=operator.itemgetter(0)):
-                self._store(of, shard, rows)
-            self.tier.use((one.of, one.content) for one in leaving)
+        self.keep = self._stores.keep
 
     def is_fetching(self, request: Request) -> bool:
-        """Whether a request waits for its copies."""
-        return request in self._fetches
+        """Whether a request waits for its copies, or for another's of the same pages."""
+        fetch = self._fetches.get(request)
+        return request in self._after or (fetch is not None and bool(fetch.runs))
+
+    def make_room(self, shard: int, token_ids: np.ndarray | None, salt: bytes, tokens: int) -> bool:
+        """Whether a request can take its blocks now, and all that gives way for them be copied."""
+        manager = self._shards.managers[shard]
+        held = len(manager.prefixes.find_resumable(token_ids, salt, tokens))
+        has_room = self._stores.make_room(shard, manager.plan.blocks_needed(tokens) - held)
+        self._waits_for_room |= not has_room
+        return has_room
+
+    def give_way(self, oldest: Request | None) -> bool:
+        """Lets go what is held for the youngest who waits, younger than `oldest`; whether any is.
+
+        It is an ordinary prefix then, and what has not come never will.
+        """
+        ids = {one.request_id: one for one in self._fetches}
+        youngest = ids[max(ids)] if ids else None
+        if youngest is None or (oldest and youngest.request_id <= oldest.request_id):
+            return False
+        self._end(self._fetches[youngest])
+        return True
 
     def begin(
         self, request: Request, shard: int, token_ids: np.ndarray, salt: bytes, max_tokens: int
     ) -> bool:
         """Begins to bring a longer prefix back than the tree can resume; whether it does.
 
-        It is tried once, while a request waits.
+        It is tried once, while a request waits, or again when another's copies have come, which it
+        waits for if they are of the same pages.
 
         Args:
           request: who waits.
@@ -164,14 +174,18 @@ class HostCopies:
         if snapshot is None or length <= resumable:
             return False
         chain, blocks = chain[:length], blocks[: max(length - len(chain), 0)]
+        for other in self._fetches.values():
+            if other.shard == shard and any(map(other.brings, [*blocks, snapshot])):
+                self._after[request] = other
+                return True
         self.tier.hold([*blocks, snapshot])
         for node in chain:
             prefixes.tree.use(node)
+        size = run_sizes(self._devices.bytes_of_row("blocks"))[-1]
         runs = [
-            self._run("blocks", blocks[start : start + MOST_ROWS])
-            for start in range(0, len(blocks), MOST_ROWS)
+            _Run("blocks", blocks[start : start + size]) for start in range(0, len(blocks), size)
         ]
-        runs.append(self._run("snapshots", [snapshot]))
+        runs.append(_Run("snapshots", [snapshot]))
         more = (length - resumable) * prefixes.tree.block_tokens
         self._fetches[request] = _Fetch(request, shard, runs, chain, more, self._clock())
         self._load_next()
@@ -179,63 +193,39 @@ class HostCopies:
 
     def poll(self) -> None:
         """Gives the trees what has come; waits for nothing."""
+        self._waits_for_room = False
         for fetch in list(self._fetches.values()):
             while fetch.runs and (packed := fetch.runs[0].packed) is not None and packed.done():
+                if not self._stores.make_room(fetch.shard, len(fetch.runs[0].pages)):
+                    self._waits_for_room = True
+                    break
                 if not self._bring_back(fetch, packed):
                     break
-            if not fetch.runs and fetch.request in self._fetches:
-                self._metrics.host_hit_tokens += fetch.num_tokens
-                self._end(fetch)
         self._load_next()
 
     def wait(self) -> bool:
         """Where nothing else is to do: waits for a copy; whether somebody waits for any."""
-        firsts = [fetch.runs[0].packed for fetch in self._fetches.values()]
-        begun = [packed for packed in firsts if packed is not None]
-        concurrent.futures.wait(begun, return_when=concurrent.futures.FIRST_COMPLETED)
-        return bool(firsts)
+        firsts = [fetch.runs[0].packed for fetch in self._fetches.values() if fetch.runs]
+        begun = [one for one in firsts if one is not None and not one.done()]
+        awaited = [*begun, *(self._stores.begun if self._waits_for_room else [])]
+        concurrent.futures.wait(awaited, return_when=concurrent.futures.FIRST_COMPLETED)
+        return bool(firsts) or self._waits_for_room
+
+    def problems(self) -> list[Problem]:
+        """What is wrong with pages on the host."""
+        return self.tier.problems()
 
     def close(self) -> None:
         """Copies that have not begun never will; who has the engine makes new ones."""
-        for pool in (self._storer, self._fetcher):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._stores.close()
+        self._fetcher.shutdown(wait=False, cancel_futures=True)
 
     def forget(self, request: Request) -> None:
         """A request has a slot, or does not wait any more."""
         self._tried.discard(request)
+        self._after.pop(request, None)
         if fetch := self._fetches.get(request):
-            self._give_up(fetch)
-
-    def _store(self, of: str, shard: int, rows: Sequence[Leaving]) -> None:
-        if len(self._storing) >= MOST_STORING:
-            return
-        size, before = self._devices.bytes_of_row(of), self.tier.evicted_bytes
-        added = [(one.row, self.tier.add(of, one.content, one.parent, size)) for one in rows]
-        self._metrics.host_evicted_bytes += self.tier.evicted_bytes - before
-        pages = [page for _, page in added if page is not None]
-        if not pages:
-            return
-        numbers = np.array([row for row, page in added if page is not None], np.int32)
-        packed = self._devices.take_rows(of, padded_rows(self._through(of, shard, numbers)))
-        packed.copy_to_host_async()
-        future = self._storer.submit(_fill, packed, pages)
-        self._filling |= dict.fromkeys(pages, future)
-        self._storing.append((future, pages))
-        self._metrics.host_stored_bytes += size * len(pages)
-
-    def _end_stores(self) -> None:
-        """Pages that are filled may give way; those that could not be are taken out."""
-        for future, pages in [one for one in self._storing if one[0].done()]:
-            self._storing.remove((future, pages))
-            for page in pages:
-                del self._filling[page]
-                if future.exception() is not None:
-                    self.tier.drop(page)
-            self.tier.let_go(pages)
-
-    def _run(self, of: str, pages: list[Page]) -> _Run:
-        filled = [self._filling[page] for page in pages if page in self._filling]
-        return _Run(of, pages, filled)
+            self._end(fetch)
 
     def _load_next(self) -> None:
         """Begins runs of those who wait, in turn, while no more than so many are on their way."""
@@ -249,7 +239,7 @@ class HostCopies:
                 return
             fetch = min(left, key=begun.__getitem__)  # of several the oldest
             run = fetch.runs[begun[fetch]]
-            run.packed = self._fetcher.submit(_gather, run.pages, run.filled)
+            run.packed = self._fetcher.submit(_gather, self._memory, run.pages)
             begun[fetch] += 1
 
     def _bring_back(self, fetch: _Fetch, packed: concurrent.futures.Future[jax.Array]) -> bool:
@@ -260,15 +250,24 @@ class HostCopies:
         rows = [] if failed else self._take_rows(manager, fetch, run)
         self._apply()  # what gives way is copied, and poisoned, before it is written
         numbers = np.full(packed.result().shape[0] if not failed else 0, -1, np.int32)
-        numbers[: len(rows)] = self._through(run.of, fetch.shard, np.array(rows, np.int32))
+        own = np.array(rows, np.int32)
+        numbers[: len(rows)] = self._stores.through(run.of, fetch.shard, own)
         if len(rows):
             self._devices.put_rows(run.of, numbers, packed.result())
+        if isinstance(failed, _DamagedError):
+            self._drop_damaged(failed.args)
         if len(rows) < len(run.pages):
-            self._give_up(fetch)
+            self._end(fetch)
             return False
         fetch.runs.pop(0)
         self.tier.let_go(run.pages)
-        self._metrics.host_loaded_bytes += sum(page.data.nbytes for page in run.pages)
+        self._metrics.host_loaded_bytes += sum(page.num_bytes for page in run.pages)
+        if not fetch.runs:
+            self._metrics.host_hit_tokens += fetch.num_tokens
+            self._metrics.host_wait_s.add(self._clock() - fetch.started_s)
+            fetch.resumes = fetch.chain[-1]
+            fetch.resumes.snapshot_holds += 1
+            self._follow(fetch)
         return True
 
     def _take_rows(self, manager: KVCacheManager, fetch: _Fetch, run: _Run) -> list[int]:
@@ -279,8 +278,11 @@ class HostCopies:
             if run.of == "snapshots":
                 if parent is None:
                     break
-                place = prefixes.begin_snapshot() if parent.snapshot < 0 else -1
-                if place >= 0:
+                place = -1
+                if parent.snapshot < 0:
+                    place = prefixes.begin_snapshot()
+                    if place < 0:
+                        break
                     prefixes.tree.put_snapshot(parent, place)
                 rows.append(place)
                 continue
@@ -292,42 +294,46 @@ class HostCopies:
             rows.append(-1 if is_there else node.block)
         return rows
 
-    def _end(self, fetch: _Fetch) -> None:
-        del self._fetches[fetch.request]
-        tree = self._shards.managers[fetch.shard].prefixes.tree
-        for node in reversed(fetch.chain):
-            tree.leave(node)
-        self._metrics.host_wait_s.add(self._clock() - fetch.started_s)
+    def _drop_damaged(self, pages: Sequence[Page]) -> None:
+        """They are misses from now on, for everybody."""
+        for page in pages:
+            self.tier.drop(page)
+        self._metrics.damaged_pages += len(pages)
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "a page of a prefix came back with other bytes than it had left with, and is "
+                "computed again; more are counted in damaged_pages alone"
+            )
 
-    def _give_up(self, fetch: _Fetch) -> None:
+    def _end(self, fetch: _Fetch) -> None:
+        """Lets go all that is held for a request, whether it has come or not."""
+        del self._fetches[fetch.request]
         for run in fetch.runs:
             if run.packed is not None:
                 run.packed.cancel()
             self.tier.let_go(run.pages)
-        fetch.runs = []
-        self._end(fetch)
+        if fetch.resumes is not None:
+            fetch.resumes.snapshot_holds -= 1
+        tree = self._shards.managers[fetch.shard].prefixes.tree
+        for node in reversed(fetch.chain):
+            tree.leave(node)
+        self._follow(fetch)
 
-    def _through(self, of: str, shard: int, rows: np.ndarray) -> np.ndarray:
-        """Rows of a shard, numbered through all; -1 stays."""
-        devices = self._devices
-        every = devices.cache.num_blocks if of == "blocks" else devices.store.num_snapshots
-        offset = shard * (every // len(self._shards.managers))
-        return np.where(rows < 0, rows, rows + offset).astype(np.int32)
-
-
-def _fill(packed: jax.Array, pages: list[Page]) -> None:
-    """In a thread: what the device packed, to the pages."""
-    rows = np.asarray(packed)
-    for page, row in zip(pages, rows, strict=False):
-        page.data[:] = row
+    def _follow(self, fetch: _Fetch) -> None:
+        """Who has waited for it looks what there is now."""
+        for request in [one for one, other in self._after.items() if other is fetch]:
+            del self._after[request]
+            self._tried.discard(request)
 
 
-def _gather(pages: list[Page], filled: list[concurrent.futures.Future[None]]) -> jax.Array:
-    """In a thread: pages, to the device in one copy, with as many rows as a program takes."""
-    for future in filled:
-        future.result()
-    count = len(padded_rows(np.zeros(len(pages), np.int32)))
-    rows = np.zeros((count, pages[0].data.nbytes), np.uint8)
-    for row, page in zip(rows, pages, strict=False):
-        row[:] = page.data
-    return jax.block_until_ready(jax.device_put(rows))
+def _gather(memory: PageMemory, pages: list[Page]) -> jax.Array:
+    """In a thread: pages, to the device, whose bytes are those that they left with."""
+    for page in pages:
+        if page.filling is not None:
+            page.filling.result()
+    packed, checksums = memory.to_devices([page.data for page in pages])
+    wrong = [page for page, one in zip(pages, checksums, strict=True) if one != page.checksum]
+    if wrong:
+        raise _DamagedError(*wrong)
+    return packed

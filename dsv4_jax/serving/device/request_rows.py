@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -16,13 +17,10 @@ from dsv4_jax.cache.packed_rows import row_bytes
 from dsv4_jax.config import Idea
 from dsv4_jax.mesh import mesh_sizes
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
+from dsv4_jax.serving.device.page_memory import PageMemory, padded_rows, run_sizes
 from dsv4_jax.serving.requests.cached_rows import CachedRows
 from dsv4_jax.serving.sizing import EnginePlan
 from pallas_kernels.common.formats import get_cache_format
-
-MOST_ROWS = 64
-"""Rows of one copy, which has a program for each power of two up to here. Of V4-Flash's blocks
-these are 29 MB, at which a copy over PCIe has its full speed."""
 
 _COPIES_AT_ONCE = 2
 """Copies to the host: one is on its way while the next one is packed."""
@@ -71,7 +69,7 @@ def put_request(devices: EngineArrays, shards: DataShards, slot: int, rows: Cach
     """Gives rows to a request, whose slot and blocks the devices know of."""
     devices.put_rows("slots", np.array([slot], np.int32), rows.slot[None])
     blocks = _blocks_of(devices, shards, slot, rows.length_tokens)
-    for part in _runs(len(blocks)):
+    for part in _runs(len(blocks), devices.bytes_of_row("blocks")):
         padded, packed = padded_rows(blocks[part]), rows.blocks[part]
         room = np.zeros((len(padded), packed.shape[1]), np.uint8)
         room[: len(packed)] = packed
@@ -79,23 +77,35 @@ def put_request(devices: EngineArrays, shards: DataShards, slot: int, rows: Cach
 
 
 def copy_jobs(devices: EngineArrays) -> list[tuple[str, Callable[[], object]]]:
-    """By name, what compiles and runs the programs that copy blocks and snapshots, idle."""
+    """By name, what compiles and runs the programs that copy slots, blocks and snapshots, idle."""
+    memory = PageMemory(devices.cache)
 
     def copy(of: str) -> None:
-        for count in (1 << bits for bits in range(MOST_ROWS.bit_length())):
-            nowhere = np.full(count, -1, np.int32)
-            rows = np.zeros((count, devices.bytes_of_row(of)), np.uint8)
-            jax.block_until_ready(devices.take_rows(of, nowhere))
-            devices.put_rows(of, nowhere, jax.device_put(rows))
+        # A context of the caller's, such as of dtype promotion, is not that of other threads, which
+        # would compile again.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            for count in run_sizes(devices.bytes_of_row(of)):
+                nowhere = np.full(count, -1, np.int32)
+                taken = devices.take_rows(of, nowhere)
+                filled = thread.submit(memory.to_host, taken, count).result()
+                rows = [row.data for row in filled]
+                packed, _ = thread.submit(memory.to_devices, rows).result()
+                devices.put_rows(of, nowhere, packed)
 
-    return [(f"copies of {of}", functools.partial(copy, of)) for of in ("blocks", "snapshots")]
+    def copy_slot() -> None:
+        nowhere = np.full(1, -1, np.int32)
+        devices.put_rows("slots", nowhere, np.asarray(devices.take_rows("slots", nowhere)))
+
+    jobs = [(f"copies of {of}", functools.partial(copy, of)) for of in ("blocks", "snapshots")]
+    return [*jobs, ("copies of slots", copy_slot)]
 
 
 def _take(devices: EngineArrays, of: str, rows: np.ndarray) -> np.ndarray:
     """u8[n, bytes], rows i32[n] of one kind."""
     found: list[np.ndarray] = []
     begun: collections.deque[tuple[jax.Array, int]] = collections.deque()
-    for part in _runs(len(rows)):
+    width = devices.bytes_of_row(of)
+    for part in _runs(len(rows), width):
         packed = devices.take_rows(of, padded_rows(rows[part]))
         packed.copy_to_host_async()
         begun.append((packed, part.stop - part.start))
@@ -103,7 +113,6 @@ def _take(devices: EngineArrays, of: str, rows: np.ndarray) -> np.ndarray:
             found.append(_end(begun))
     while begun:
         found.append(_end(begun))
-    width = devices.bytes_of_row(of)
     return np.concatenate([np.zeros((0, width), np.uint8), *found])
 
 
@@ -120,17 +129,10 @@ def _blocks_of(devices: EngineArrays, shards: DataShards, slot: int, length: int
     return manager.block_table[own, :count] + np.int32(shards.shard_of(slot) * per_shard)
 
 
-def _runs(count: int) -> Iterator[slice]:
-    for start in range(0, count, MOST_ROWS):
-        yield slice(start, min(start + MOST_ROWS, count))
-
-
-def padded_rows(rows: np.ndarray) -> np.ndarray:
-    """Rows i32[n] and, up to the next power of two, -1."""
-    size = 1 << max(len(rows) - 1, 0).bit_length()
-    padded = np.full(size, -1, np.int32)
-    padded[: len(rows)] = rows
-    return padded
+def _runs(count: int, row_bytes: int) -> Iterator[slice]:
+    size = run_sizes(row_bytes)[-1]
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
 
 
 def _told(value: object) -> str:

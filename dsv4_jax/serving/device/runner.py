@@ -300,7 +300,7 @@ class StepRunner:
         ]
         jobs += [(step.name, functools.partial(self._idle, step)) for step in steps]
         jobs.append(("verification", self.devices.scan))
-        if self._engine_plan.options.host_cache_bytes and self.plan.num_snapshots:
+        if self._engine_plan.host_cache_bytes and self.plan.num_snapshots:
             jobs += copy_jobs(self.devices)
         if self._engine_plan.grammars:
             jobs.append(("tokenizer of grammars", self._grammars.prepare))

@@ -161,6 +161,12 @@ class Metrics:
     host_stored_bytes: Annotated[int, _counter("bytes copied to the host's memory")] = 0
     host_loaded_bytes: Annotated[int, _counter("bytes copied back from it")] = 0
     host_evicted_bytes: Annotated[int, _counter("bytes that gave way there")] = 0
+    host_lost_bytes: Annotated[
+        int, _counter("bytes of known prefixes that gave way and could not be copied")
+    ] = 0
+    damaged_pages: Annotated[
+        int, _counter("blocks and snapshots that came back with a wrong checksum")
+    ] = 0
     host_wait_s: Annotated[
         Histogram, _histogram("seconds that a request waited for what lay on the host")
     ] = dataclasses.field(default_factory=_fine_histogram)

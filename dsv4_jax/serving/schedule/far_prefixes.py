@@ -25,6 +25,14 @@ class FarPrefixes(Protocol):
         """Begins to bring a longer prefix back than the tree can resume; whether it does."""
         ...
 
+    def make_room(self, shard: int, token_ids: np.ndarray | None, salt: bytes, tokens: int) -> bool:
+        """Whether a request can take its blocks now, and all that gives way for them be copied."""
+        ...
+
+    def give_way(self, oldest: Request | None) -> bool:
+        """Lets go what is held for the youngest who waits, if younger than `oldest`; or says no."""
+        ...
+
     def forget(self, request: Request) -> None:
         """A request has a slot, or does not wait any more."""
 
@@ -43,6 +51,14 @@ class NoFarPrefixes:
         self, request: Request, shard: int, token_ids: np.ndarray, salt: bytes, max_tokens: int
     ) -> bool:
         """There is nothing to bring back."""
+        return False
+
+    def make_room(self, shard: int, token_ids: np.ndarray | None, salt: bytes, tokens: int) -> bool:
+        """Nothing is copied."""
+        return True
+
+    def give_way(self, oldest: Request | None) -> bool:
+        """Nothing is held."""
         return False
 
     def forget(self, request: Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -158,13 +159,20 @@ class RequestQueue:
             wanted = self._wanted_tokens(request)
             prefix = (None if request.cached else request.known, request.salt)
             spare = [len(self.by_age(shard)) for shard in range(len(self.shards.managers))]
-            shard = self.shards.choose(wanted, *prefix, spare_blocks=spare)
+            choose = functools.partial(self.shards.choose, wanted, *prefix, spare_blocks=spare)
+            shard = choose()
+            while shard is None and far.give_way(request):
+                shard = choose()
             if shard is None:
+                break
+            if request.cached is None and far.begin(
+                request, shard, request.known, request.salt, wanted
+            ):
+                continue
+            if not far.make_room(shard, *prefix, wanted):
                 break
             if request.cached is not None:
                 self._settle(request, self.shards.admit(shard, wanted, *prefix), request.cached)
-                continue
-            if far.begin(request, shard, request.known, request.salt, wanted):
                 continue
             prefixes = self.shards.managers[shard].prefixes
             known_tokens = prefixes.known_tokens(request.known, request.salt)
@@ -193,7 +201,8 @@ class RequestQueue:
     def reserve(self) -> None:
         """Blocks for what the next step appends.
 
-        If need be, the youngest of a data shard give theirs back.
+        If need be, what has come for those that wait gives way, and then the youngest of a data
+        shard give theirs back.
         """
         table = self.table
         for request, wanted in self._lacking(table, table.num_known):
@@ -202,6 +211,8 @@ class RequestQueue:
                     self._extend(request.slot, wanted)
                     break
                 except NoRoomError:
+                    if self._far().give_way(None):
+                        continue
                     self.preempt(self.by_age(self.shards.shard_of(request.slot))[-1])
 
     def reserve_ahead(self, num_known: np.ndarray) -> bool:

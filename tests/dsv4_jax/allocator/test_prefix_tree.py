@@ -26,6 +26,14 @@ def test_the_least_recently_used_snapshot_gives_way():
     assert tree.num_evicted_snapshots == 3
 
 
+def test_a_snapshot_that_somebody_waits_for_gives_way_to_none():
+    tree, nodes = grown(2)
+    nodes[0].snapshot_holds = 1
+    assert [tree.take_snapshot_place() for _ in range(2)] == [1, -1]
+    nodes[0].snapshot_holds = 0
+    assert tree.take_snapshot_place() == 0
+
+
 def test_a_snapshot_that_was_demoted_gives_way_first():
     tree, nodes = grown(3)
     tree.demote_snapshot(nodes[2])

@@ -53,6 +53,18 @@ def test_flash_at_a_million_tokens(plan):
     assert "1 request(s) of 1,048,576 tokens, blocks of 128 tokens" in text
 
 
+def test_what_a_tier_beside_the_devices_holds(plan):
+    """Blocks as above, 3,514 bytes a token, and a snapshot's windows and b-streams."""
+    _, text = plan("flash", "--context", 131_072, "--host-cache", "64GiB")
+    found = re.search(r"prefixes: ([\d,]+) bytes for a block of 128 tokens, ([\d,]+) for a", text)
+    block, snapshot = (int(one.replace(",", "")) for one in found.groups())
+    assert (block, 10**6 < snapshot < 8 * 10**6) == (round(3514.25 * 128), True)
+    count, tokens = 2**36 // (1024 * block + snapshot), 2**36 // block * 128
+    line = f"on the host, in 64.00 GiB: {count} prefixes of 131,072 tokens with a snapshot each, or"
+    assert f"{line} {tokens:,} tokens of blocks" in text
+    assert "prefixes" not in plan("flash", "--context", 131_072)[1]
+
+
 @pytest.mark.parametrize(
     ("config", "cache_format", "context", "mib", "published_to"),
     [

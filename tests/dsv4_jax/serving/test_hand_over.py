@@ -14,7 +14,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.cache.packed_rows import pack_rows, row_bytes, unpack_rows
 from dsv4_jax.serving import Grammar
-from dsv4_jax.serving.device import request_rows
+from dsv4_jax.serving.device import page_memory, request_rows
 from dsv4_jax.serving.requests import cached_request
 from dsv4_jax.serving.requests.cached_request import CachedRequest
 from dsv4_jax.serving.requests.request import TokenLogprobs
@@ -380,9 +380,9 @@ def test_rows_that_are_packed_and_unpacked_are_the_same_bits(cache_format):
         unpack_rows(cache.state, np.zeros(2, np.int32), np.zeros((2, 1), np.uint8))
 
 
-@pytest.mark.parametrize("most", [1, 2])
-def test_rows_come_in_runs_of_any_size(monkeypatch, most):
-    monkeypatch.setattr(request_rows, "MOST_ROWS", most)
+@pytest.mark.parametrize("sizes", [(1,), (1, 2)])
+def test_rows_come_in_runs_of_any_size(monkeypatch, sizes):
+    monkeypatch.setattr(page_memory, "RUN_SIZES", sizes)
     source, target = make_engine(), make_engine()
     text = prompt(np.random.default_rng(11), 290)
     request_id = source.submit(text, **OPTIONS)

@@ -10,10 +10,12 @@ import dsv4_jax as ds
 from dsv4_jax.allocator.host_tier import HostTier
 from dsv4_jax.allocator.prefix_tree import BlockContent
 from dsv4_jax.cache.packed_rows import row_bytes
-from dsv4_jax.serving.device import host_copies
+from dsv4_jax.runtime import Memory
+from dsv4_jax.serving import sizing
+from dsv4_jax.serving.device import host_copies, page_memory, page_stores
 from helpers import serving
 from helpers.engine_life import Life, alone
-from helpers.serving import limit, make_engine, prompt, run_to_end
+from helpers.serving import limit, make_engine, prompt, run_to_end, until
 
 OPTIONS = {"max_new_tokens": 6, "stop_token_ids": ()}
 
@@ -28,7 +30,7 @@ def evict(engine):
 def settle(engine):
     host = engine.loop.host
     engine.loop.host.keep()
-    while host._storing:
+    while host._stores._runs:
         time.sleep(0.001)
         host.keep()
 
@@ -37,8 +39,8 @@ def check(engine):
     """The bound is exact, and only what is on its way is held."""
     host = engine.loop.host
     pages = list(host.tier._pages.values())
-    assert host.tier.num_bytes == sum(page.data.nbytes for page in pages) <= host.tier.max_bytes
-    if not host._fetches and not host._storing:
+    assert host.tier.num_bytes == sum(page.num_bytes for page in pages) <= host.tier.max_bytes
+    if not host._fetches and not host._stores._runs:
         assert not any(page.holders for page in pages)
 
 
@@ -151,7 +153,7 @@ def test_copies_on_their_way_back_are_bounded_however_many_wait_for_them(monkeyp
         return gather(*arguments)
 
     monkeypatch.setattr(host_copies, "_gather", late)
-    monkeypatch.setattr(host_copies, "MOST_ROWS", 1)
+    monkeypatch.setattr(page_memory, "RUN_SIZES", (1,))
     monkeypatch.setattr(host_copies, "MOST_LOADING", 2)
     runs = engine.submit(prompt(rng, 9), **(OPTIONS | {"max_new_tokens": 60}))
     engine.step()
@@ -183,19 +185,139 @@ def test_what_one_admission_pushes_out_the_next_one_finds_on_the_host():
     assert (done, done.hit_tokens) == (wanted, 256)
 
 
-def test_where_not_all_that_leaves_can_be_copied_the_beginning_of_a_prefix_is(monkeypatch):
+def hold_back(engine, monkeypatch, name):
+    """Copies one way begin and do not end until the event is set."""
+    copy, may_come = getattr(engine.loop.host._memory, name), threading.Event()
+
+    def late(*arguments):
+        may_come.wait()
+        return copy(*arguments)
+
+    monkeypatch.setattr(engine.loop.host._memory, name, late)
+    return may_come
+
+
+def test_what_more_blocks_push_out_than_can_be_copied_at_once_is_copied_in_portions(monkeypatch):
+    """Who wants the blocks waits, who runs does not, and nothing is lost."""
+    engine = limit(make_engine(host_cache_bytes=10**6), num_blocks=10)
+    rng = np.random.default_rng(8)
+    texts = [prompt(rng, 300) for _ in range(4)]
+    wanted = [alone(text, OPTIONS) for text in texts]
+    for text in texts:
+        run_to_end(engine, engine.submit(text, **OPTIONS))
+    each = row_bytes(engine.cache.paged) + engine.plan.pools.bytes_per_snapshot
+    monkeypatch.setattr(page_stores, "MOST_STORING_BYTES", 4 * each)
+    may_go = hold_back(engine, monkeypatch, "to_host")
+    runs = engine.submit(prompt(rng, 9), **(OPTIONS | {"max_new_tokens": 60}))
+    engine.step()
+    large = engine.submit(prompt(rng, 600), **OPTIONS)
+    for _ in range(8):
+        engine.step()
+    request = engine.requests[large]
+    assert (request.slot, engine.loop.host.tier.num_pages > 0) == (-1, True)
+    assert engine.requests[runs].num_drawn > 6
+    may_go.set()
+    engine.cancel(runs)
+    run_to_end(engine, large)
+    assert engine.metrics.host_lost_bytes == 0
+    for text, alone_got in zip(texts, wanted, strict=True):
+        done = run_to_end(engine, engine.submit(text, **OPTIONS))[0]
+        assert (done, done.hit_tokens) == (alone_got, 256)
+    settle(engine)
+    check(engine)
+
+
+def test_what_leaves_beyond_all_room_is_lost_from_its_end_and_counted(monkeypatch):
     """Its end alone could never be used."""
     engine = make_engine(host_cache_bytes=10**6)
     text = prompt(np.random.default_rng(7), 520)
     wanted = alone(text, OPTIONS)
     run_to_end(engine, engine.submit(text, **OPTIONS))
     assert engine.metrics.cached_blocks == 4
+    each = row_bytes(engine.cache.paged) + engine.plan.pools.bytes_per_snapshot
     with monkeypatch.context() as patch:
-        patch.setattr(host_copies, "MOST_ROWS", 2)
-        patch.setattr(host_copies, "MOST_STORING", 2)
+        patch.setattr(page_memory, "RUN_SIZES", (1, 2))
+        patch.setattr(page_stores, "MOST_STORING_BYTES", 2 * each)
         evict(engine)
+    assert engine.metrics.host_lost_bytes > 0
     again = run_to_end(engine, engine.submit(text, **OPTIONS))[0]
     assert (again, again.hit_tokens) == (wanted, 256)
+
+
+def test_two_who_wait_for_one_prefix_bring_it_once(monkeypatch):
+    engine = make_engine(host_cache_bytes=10**6)
+    text = prompt(np.random.default_rng(10), 300)
+    wanted = alone(text, OPTIONS)
+    run_to_end(engine, engine.submit(text, **OPTIONS))
+    evict(engine)
+    may_come = hold_back(engine, monkeypatch, "to_devices")
+    ids = [engine.submit(text, **OPTIONS) for _ in range(3)]
+    runs = engine.submit(text[:9], **(OPTIONS | {"max_new_tokens": 60}))
+    engine.step()
+    assert engine.requests[runs].slot >= 0
+    assert len(engine.loop.host._fetches) == 1
+    engine.cancel(ids.pop(1))  # who waits for another's copies may go, too
+    may_come.set()
+    done = run_to_end(engine, *ids)
+    assert done == [wanted] * 2
+    assert [one.hit_tokens for one in done] == [256] * 2
+    blocks, snapshot = 2 * row_bytes(engine.cache.paged), engine.plan.pools.bytes_per_snapshot
+    assert engine.metrics.host_loaded_bytes == blocks + snapshot
+    assert not engine.loop.host._after
+
+
+@pytest.mark.parametrize("is_needed", [False, True])
+def test_what_has_come_stays_until_its_request_is_admitted(monkeypatch, is_needed):
+    """Others push it out only if they could not run on without its blocks."""
+    engine = limit(make_engine(host_cache_bytes=10**6), num_blocks=10)
+    rng = np.random.default_rng(12)
+    text = prompt(rng, 300)
+    wanted = alone(text, OPTIONS)
+    run_to_end(engine, engine.submit(text, **OPTIONS))
+    evict(engine)
+    may_come = hold_back(engine, monkeypatch, "to_devices")
+    ids = [engine.submit(prompt(rng, 9), **(OPTIONS | {"max_new_tokens": 620})) for _ in range(3)]
+    engine.step()
+    waits = engine.submit(text, **OPTIONS)
+    engine.step()
+    ids.append(engine.submit(prompt(rng, 9), **(OPTIONS | {"max_new_tokens": 620})))
+    engine.step()
+    assert [engine.requests[i].slot >= 0 for i in (*ids, waits)] == [True] * 4 + [False]
+    may_come.set()
+    until(lambda: engine.step() is not None and engine.loop.host._fetches[engine.requests[waits]]
+          .resumes is not None)  # fmt: skip
+    evict(engine)
+    assert engine.metrics.cached_blocks == 0  # those that have come are used
+    if is_needed:  # four requests grow to three blocks each
+        while engine.loop.host._fetches:
+            engine.step()
+        assert engine.metrics.preempted == 0
+    for request_id in ids:
+        engine.cancel(request_id)
+    done = run_to_end(engine, waits)[0]
+    assert (done, done.hit_tokens) == (wanted, 0 if is_needed else 256)
+    settle(engine)
+    check(engine)
+
+
+def test_a_page_of_other_bytes_than_it_left_with_is_a_miss(caplog):
+    engine = make_engine(host_cache_bytes=10**6)
+    text = prompt(np.random.default_rng(4), 300)
+    wanted = alone(text, OPTIONS)
+    run_to_end(engine, engine.submit(text, **OPTIONS))
+    evict(engine)
+    assert not engine.verify().problems
+    pages = engine.loop.host.tier.pages
+    assert {page.data.sharding.memory_kind for page in pages} == {"pinned_host"}
+    page = next(page for page in pages if page.of == "blocks")
+    page.data = page.data.at[7].set(page.data[7] ^ 16)
+    (problem,) = engine.verify().problems
+    assert (problem.kind, page.content.key.hex() in problem.where) == ("checksum", True)
+    again = run_to_end(engine, engine.submit(text, **OPTIONS))[0]
+    assert (again, again.hit_tokens, engine.metrics.damaged_pages) == (wanted, 0, 1)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert page not in engine.loop.host.tier.pages
+    check(engine)
 
 
 def test_a_copy_that_fails_is_a_miss(monkeypatch):
@@ -208,7 +330,7 @@ def test_a_copy_that_fails_is_a_miss(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_copies, "_fill", fail)
+        patch.setattr(engine.loop.host._memory, "to_host", fail)
         evict(engine)
     assert engine.loop.host.tier.num_pages == 0
     assert run_to_end(engine, engine.submit(text, **OPTIONS))[0] == wanted
@@ -270,6 +392,20 @@ def test_a_page_of_other_tokens_or_another_parent_is_a_miss():
     assert tier.add("blocks", content(1), b"parent", 30) is None
     tier.drop(page)
     assert (tier.num_bytes, tier.num_pages) == (0, 0)
+
+
+def test_a_share_of_the_host_is_found_and_more_than_all_is_refused(monkeypatch):
+    free = Memory("this machine", 10 * 2**20, 64 * 2**20)
+    monkeypatch.setattr(sizing, "host_memory", lambda: free)
+    config, params = serving.one_layer()
+    sizes = {"max_requests": 1, "max_context_tokens": 8, "num_snapshots": 1}
+    engine = ds.Engine(config, params, host_cache_bytes="auto", **sizes)
+    assert engine.loop.host.tier.max_bytes == engine.plan.host_cache_bytes == 5 * 2**20
+    with pytest.raises(MemoryError, match=r"the 0\.01 GiB of 0\.06 that this machine has"):
+        ds.Engine(config, params, host_cache_bytes="11MiB", **sizes)
+    monkeypatch.setattr(sizing, "host_memory", lambda: None)
+    with pytest.raises(ValueError, match="must be a number where nobody says how much memory is"):
+        ds.Engine(config, params, host_cache_bytes="auto", **sizes)
 
 
 def test_what_cannot_be_is_refused():

@@ -85,7 +85,7 @@ def test_neither_do_copies_of_prefixes_to_the_host_and_back():
     _unpacking.cache_clear()
     engine = make_engine(**CASES["calls of four"][0], host_cache_bytes=10**6)
     listed = dict(engine.warmup())
-    assert list(listed)[-2:] == ["copies of blocks", "copies of snapshots"]
+    assert list(listed)[-3:] == [f"copies of {of}" for of in ("blocks", "snapshots", "slots")]
     compiled = engine.metrics.compiles
     text = prompt(np.random.default_rng(4), 600)
     for length in (600, 400, 200):
