@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 import typing
 from collections.abc import Callable, Mapping
@@ -75,6 +76,18 @@ class Bytes:
                 checks.refuse(name, rule + ', or "auto"' * self.has_auto, value)
             value = int(found[1]) * _UNITS[found[2]]
         return checks.integer(name, value, 0, 2**62)
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """The path of a directory, as a text or a path."""
+
+    def check(self, name: str, value: Any) -> str:
+        """The value as a plain str."""
+        path = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not isinstance(path, str) or not path or "\0" in path:
+            checks.refuse(name, "the path of a directory", value)
+        return path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +197,18 @@ class By:
 
 
 type Rule = (
-    Whole | Real | Share | Bytes | Flag | Word | ListOf | Texts | NumberByToken | Instance | By
+    Whole
+    | Real
+    | Share
+    | Bytes
+    | Folder
+    | Flag
+    | Word
+    | ListOf
+    | Texts
+    | NumberByToken
+    | Instance
+    | By
 )
 
 

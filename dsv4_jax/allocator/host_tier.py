@@ -34,6 +34,7 @@ class Page:
       checksum: of the data, as `cache/row_sums.py` has it, from where it was packed.
       filling: what fills it, while it does.
       holders: who fills or reads it now; it does not give way then.
+      end: tokens of the prefix up to its end.
     """
 
     of: str
@@ -44,6 +45,7 @@ class Page:
     checksum: int = 0
     filling: concurrent.futures.Future[None] | None = None
     holders: int = 0
+    end: int = 0
 
 
 class HostTier:
@@ -82,7 +84,18 @@ class HostTier:
             return None
         return page
 
-    def add(self, of: str, content: BlockContent, parent: bytes, num_bytes: int) -> Page | None:
+    def get(self, of: str, key: bytes) -> Page | None:
+        """The page of that key, whatever its tokens are."""
+        return self._pages.get((of, key))
+
+    def demote(self, page: Page) -> None:
+        """The next to give way, if nobody holds it."""
+        if self.get(page.of, page.content.key) is page:
+            self._pages.move_to_end((page.of, page.content.key), last=False)
+
+    def add(
+        self, of: str, content: BlockContent, parent: bytes, num_bytes: int, end: int = 0
+    ) -> Page | None:
         """Room for a page, held once, which its caller fills.
 
         Others give way for it, the least recently used first. None if its key is there already,
@@ -94,7 +107,7 @@ class HostTier:
             return None
         if not self._make_room(num_bytes):
             return None
-        page = self._pages[key] = Page(of, content, parent, num_bytes, holders=1)
+        page = self._pages[key] = Page(of, content, parent, num_bytes, holders=1, end=end)
         self.num_bytes += num_bytes
         return page
 

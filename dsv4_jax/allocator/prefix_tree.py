@@ -78,12 +78,21 @@ class Leaving(NamedTuple):
       row: the block, or the place in the store.
       content: key and tokens of its node.
       parent: key of the prefix before the node's block; b"" is no prefix.
+      end: tokens of the prefix up to the end of that block.
     """
 
     of: str
     row: int
     content: BlockContent
     parent: bytes
+    end: int
+
+    @classmethod
+    def of_node(cls, of: str, node: PrefixNode) -> Leaving:
+        """A node's block or snapshot, which has not left yet."""
+        row = node.block if of == "blocks" else node.snapshot
+        parent = b"" if node.parent is None else node.parent.key
+        return cls(of, row, BlockContent(node.key, node.tokens), parent, node.end)
 
 
 def contents_of(
@@ -107,6 +116,7 @@ class PrefixTree:
       snapshot_generations: i32[num_snapshots], how often each place has been written.
       num_evicted_snapshots: snapshots that gave way to others.
       leaving: what has given way since somebody emptied the list; None if nobody wants to know.
+      unused: nodes that lost their last user since then, the end of a prefix first; None likewise.
       unused_of_part: i32[n], nodes without a user, by the part of the blocks that theirs is of.
     """
 
@@ -129,6 +139,7 @@ class PrefixTree:
         self._leaves: list[tuple[bool, int, int, PrefixNode]] = []
         self._clock = itertools.count(1)
         self.leaving: list[Leaving] | None = None
+        self.unused: list[PrefixNode] | None = None
 
     @property
     def num_unused(self) -> int:
@@ -233,6 +244,8 @@ class PrefixTree:
         self.unused_of_part[self.part_of(node)] += node.users == 0
         self._touch(node)
         self._offer(node)
+        if self.unused is not None and not node.users:
+            self.unused.append(node)
 
     def evict(self) -> PrefixNode:
         """Takes the least recently used leaf without a user out; there must be one.
@@ -241,7 +254,7 @@ class PrefixTree:
         """
         node = self._pop_oldest_leaf()
         self.drop_snapshot(node)
-        self._note("blocks", node, node.block)
+        self._note("blocks", node)
         node.is_kept = False
         del self._nodes[node.key]
         self.unused_of_part[self.part_of(node)] -= 1
@@ -287,17 +300,15 @@ class PrefixTree:
         """The boundary can no longer be resumed at; its place is free."""
         if node.snapshot >= 0:
             if not node.is_demoted:
-                self._note("snapshots", node, node.snapshot)
+                self._note("snapshots", node)
             del self._snapshots[node.snapshot]
             self._free_snapshots.append(node.snapshot)
             node.snapshot = -1
             self._offer(node)
 
-    def _note(self, of: str, node: PrefixNode, row: int) -> None:
+    def _note(self, of: str, node: PrefixNode) -> None:
         if self.leaving is not None:
-            content = BlockContent(node.key, node.tokens)
-            parent = b"" if node.parent is None else node.parent.key
-            self.leaving.append(Leaving(of, row, content, parent))
+            self.leaving.append(Leaving.of_node(of, node))
 
     def _touch(self, node: PrefixNode) -> None:
         node.last_used = next(self._clock)

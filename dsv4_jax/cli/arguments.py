@@ -12,14 +12,18 @@ import jax
 from jax.sharding import Mesh
 
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
-from dsv4_jax.cli.values import num_bytes, num_bytes_or_auto, real, whole, wholes
+from dsv4_jax.cli.values import num_bytes, num_bytes_or_auto, real, utf8_text, whole, wholes
 from dsv4_jax.hosts import DEFAULT_TIMEOUT_S, join_hosts
 from dsv4_jax.mesh import make_mesh
-from dsv4_jax.rules import Bytes, Flag, ListOf, Real, Rule, Whole, Word, rules_of
+from dsv4_jax.rules import Bytes, Flag, Folder, ListOf, Real, Rule, Whole, Word, rules_of
 from dsv4_jax.serving.options import EngineOptions
 
 MAX_DEVICES = 1024
-_OPTIONS = {"host_cache_bytes": "--host-cache"}
+_OPTIONS = {
+    "host_cache_bytes": "--host-cache",
+    "disk_cache_dir": "--disk-cache",
+    "disk_cache_bytes": "--disk-cache-size",
+}
 """Options that are not called as their fields: the value has the unit."""
 
 
@@ -118,6 +122,8 @@ def _reading(rule: Rule, default: Any) -> dict[str, Any]:
         case Bytes():
             read = num_bytes_or_auto if rule.has_auto else num_bytes
             return {"type": read, "metavar": "BYTES"}
+        case Folder():
+            return {"type": utf8_text, "metavar": "DIR"}
         case Whole():
             return {"type": whole(*_bounds(rule))}
         case ListOf(item=Whole() as item):

@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
                     bar.add()
 
                 batch.run(engine, count)
+            engine.close()  # known prefixes go to a disk
     note(
         f"{served[True]} answered, {served[False]} refused or failed, {batch.num_done} were there "
         f"already; {args.answers}"

@@ -28,6 +28,8 @@ _OF_SERVERS = (
     "max_step_ms",
     "gpu_memory_fraction",
     "host_cache_bytes",
+    "disk_cache_dir",
+    "disk_cache_bytes",
     "grammars",
 )
 """Fields whose options are a server's: `generate` sizes its engine by its prompts."""

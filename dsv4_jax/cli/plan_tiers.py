@@ -19,6 +19,12 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="of the host's memory, for prefixes that gave way on the devices, such as 64GiB",
     )
+    parser.add_argument(
+        "--disk-cache-size",
+        type=num_bytes,
+        metavar="BYTES",
+        help="of a disk, for prefixes that outlive the process, such as 500GiB",
+    )
 
 
 def print_tiers(config: DSV4Config, args: argparse.Namespace) -> None:
@@ -26,7 +32,7 @@ def print_tiers(config: DSV4Config, args: argparse.Namespace) -> None:
 
     A prefix resumes at a snapshot, so that it is counted with one at its end.
     """
-    sizes = {"the host": args.host_cache}
+    sizes = {"the host": args.host_cache, "a disk": args.disk_cache_size}
     given = {name: size for name, size in sizes.items() if size is not None}
     if not given:
         return

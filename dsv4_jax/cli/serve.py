@@ -74,6 +74,7 @@ def _run(args: argparse.Namespace) -> int:
     to_whom = "" if settings.api_keys else ", for everybody who reaches it: there is no --api-key"
     note(f"{settings.model_name} answers at {server.url}{to_whom}")
     server.run()
+    engine.close()  # known prefixes go to a disk
     return 0
 
 

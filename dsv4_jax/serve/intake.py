@@ -35,6 +35,7 @@ class Intake:
         )
         self.reader = BodyReader(plan, tokenizer)
         self._salt = secrets.token_bytes(16)
+        self._salts = [salt_of(key) for key in settings.api_keys]
         self._grammars = engine.engine.limits.grammars
         self._trials = self._grammars.trials(settings.grammar_bounds)
 
@@ -91,6 +92,8 @@ class Intake:
           ApiError: the engine does not take them, and why.
         """
         salt = hashlib.sha256(self._salt + f"{key}".encode()).hexdigest() if key >= 0 else ""
+        if 0 <= key < len(self._salts):
+            salt = self._salts[key]
         streams: list[AsyncStream] = []
         try:
             for prompt, sampling in asked.prompts:
@@ -116,3 +119,12 @@ class Intake:
     def close(self) -> None:
         """Ends the processes in which grammars are tried; no more are compiled."""
         self._trials.close()
+
+
+def salt_of(key: str) -> str:
+    """What keeps the prefixes of a key apart from others', the same in each process.
+
+    Files of a disk cache are found again by it. It is slow to make, so that a key is not guessed by
+    who sees what follows from it.
+    """
+    return hashlib.pbkdf2_hmac("sha256", key.encode(), b"dsv4-jax prefixes", 100_000).hex()

@@ -99,11 +99,12 @@ class Engine(EngineCore):
                 f"gpu_memory_fraction may differ from process to process, got "
                 f"{options.gpu_memory_fraction} on a mesh of several; give memory_bytes"
             )
-        if hosts_of(mesh) is not None and options.host_cache_bytes:
-            raise ValueError(
-                f"host_cache_bytes needs all devices of the mesh in one process, got "
-                f"{options.host_cache_bytes} on a mesh of several; leave it out"
-            )
+        for name in ("host_cache_bytes", "disk_cache_dir"):
+            if hosts_of(mesh) is not None and getattr(options, name):
+                raise ValueError(
+                    f"{name} needs all devices of the mesh in one process, got "
+                    f"{getattr(options, name)} on a mesh of several; leave it out"
+                )
         plan = plan_engine(
             config,
             options,

@@ -75,8 +75,8 @@ class EngineCore:
         runner = StepRunner(params, plan, grammars, self._hosts)
         self._undo = calls.UndoLog(self.metrics, *self.metrics.histograms)
         self._texts = None if tokenizer is None else TokenTexts(tokenizer, config.vocab_size)
-        shared = {"texts": self._texts, "metrics": self.metrics, "undo": self._undo}
-        self.loop = ServingLoop(runner, plan, **shared)
+        shared = {"metrics": self.metrics, "undo": self._undo}
+        self.loop = ServingLoop(runner, plan, texts=self._texts, **shared)
         self.requests: dict[int, Request] = {}
         self._suspects = Suspects(2 * plan.call_tokens)
         self._next_id = 0
@@ -86,8 +86,7 @@ class EngineCore:
         self._is_closed = False
         self.metrics.watch(self._gauges)
         if self._hosts is not None:
-            # Else the others would wait for ever.
-            itself = weakref.ref(self)
+            itself = weakref.ref(self)  # else the others would wait for ever
             atexit.register(lambda: (engine := itself()) and engine.close())
 
     @property
@@ -296,7 +295,7 @@ class EngineCore:
     def close(self) -> None:
         """Lets the other processes of a mesh go; the engine takes no further call in any of them.
 
-        Without other processes it does nothing.
+        It waits until known prefixes lie in `disk_cache_dir`, and writes there no more.
 
         Raises:
           RuntimeError: another call is in progress, or an `AsyncEngine` holds the engine.
@@ -306,6 +305,8 @@ class EngineCore:
         if isinstance(devices, HostedArrays) and not self._is_closed:
             self._is_closed = True
             devices.stop()
+        if self.loop.host is not None:
+            self.loop.host.settle(None)
 
     def _settle(self) -> None:
         """What is left of calls that raised, and of streams that were dropped.

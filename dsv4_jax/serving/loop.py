@@ -11,7 +11,7 @@ from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.seals import Seals
 from dsv4_jax.allocator.verify import Report, verify_scan
 from dsv4_jax.serving.device.hand_out import HandOut
-from dsv4_jax.serving.device.host_copies import HostCopies
+from dsv4_jax.serving.device.host_copies import HostCopies, make_host_copies
 from dsv4_jax.serving.device.request_rows import put_request
 from dsv4_jax.serving.device.runner import StepRunner
 from dsv4_jax.serving.device.step_result import StepResult
@@ -209,11 +209,9 @@ class ServingLoop:
         runner = self.runner
         kinds = {"cache_format": runner.cache_format, "poison": self._options.debug}
         shards = DataShards.planned(self._plan.data_shards, runner.config, runner.plan, **kinds)
-        if self.host is not None:
-            self.host.close()
-        if max_bytes := self._plan.host_cache_bytes:
-            calls = {"apply": lambda: self.tell(self.flight), "clock": self.clock}
-            self.host = HostCopies(runner.devices, shards, max_bytes, metrics=self.metrics, **calls)
+        calls = {"apply": lambda: self.tell(self.flight), "clock": self.clock}
+        calls |= {"metrics": self.metrics}
+        self.host = make_host_copies(self._plan, runner.devices, shards, self.host, **calls)
         return shards
 
     def tell(self, flight: Flight | None) -> None:

@@ -16,6 +16,7 @@ from dsv4_jax.rules import (
     By,
     Bytes,
     Flag,
+    Folder,
     Instance,
     ListOf,
     Real,
@@ -107,6 +108,14 @@ class EngineOptions:
         copies on their way. "auto" is half of what is free when the engine is built
         (`EnginePlan.host_cache_bytes`). Not on a mesh of several processes, and not with
         `split_cache`.
+      disk_cache_dir: a directory whose files outlive the process, for blocks and snapshots of known
+        prefixes, which another engine of the same model, weights, format, mesh and versions finds
+        there (`docs/disk_cache.md`). It is made if there is none; nobody else may write to it. One
+        process writes, and others read. Pages go through the host's memory, of which they take
+        256 MiB without `host_cache_bytes`. Not on a mesh of several processes, and not with
+        `split_cache`.
+      disk_cache_bytes: of its files, a number or a text such as "500GiB"; 0 only reads what others
+        have written.
       unroll: gives every layer arrays of its own (`unstack_layers`), which is what a step on a GPU
         wants; None does so on a GPU alone. If you keep stacked `params`, they are in memory twice.
       overlap: launches the next step before the last one's tokens are read, where the host can plan
@@ -216,6 +225,21 @@ class EngineOptions:
             "auto is half of what is free, 0 is none",
         ),
     ] = 0
+    disk_cache_dir: Annotated[
+        str | None,
+        Ruled(
+            Folder(),
+            help="a directory whose files outlive the process, for known prefixes: they hold what "
+            "the model made of users' texts; nobody else may write to it",
+        ),
+    ] = None
+    disk_cache_bytes: Annotated[
+        int | str,
+        Ruled(
+            Bytes(),
+            help="of the files in --disk-cache, such as 500GiB; 0 only reads what is there",
+        ),
+    ] = 0
     unroll: Annotated[bool | None, Ruled(Flag())] = None
     overlap: Annotated[bool, Ruled(Flag())] = True
     debug: Annotated[bool, Ruled(Flag())] = False
@@ -233,10 +257,15 @@ class EngineOptions:
                 f"steps_per_call={self.steps_per_call} needs steps that only decode, and there are "
                 f"none with decode_tokens={self.decode_tokens}; leave one of them out"
             )
-        if self.host_cache_bytes and self.split_cache:
+        for name in ("host_cache_bytes", "disk_cache_dir"):
+            if getattr(self, name) and self.split_cache:
+                raise ValueError(
+                    f"{name} copies blocks from one device, and split_cache deals them over "
+                    "several; leave one of the two out"
+                )
+        if self.disk_cache_bytes and self.disk_cache_dir is None:
             raise ValueError(
-                "host_cache_bytes copies blocks from one device, and split_cache deals them over "
-                "several; leave one of the two out"
+                f"disk_cache_bytes={self.disk_cache_bytes} needs disk_cache_dir, where files lie"
             )
         if self.memory_bytes is not None and self.gpu_memory_fraction is not None:
             raise ValueError(

@@ -24,6 +24,8 @@ from dsv4_jax.step.settings_size import count_entries
 
 _SIZE_STEP = 128
 _NEAR_ENOUGH = 0.75
+BESIDE_DISK_BYTES = 2**28
+"""Of the host's memory, for pages on their way to a disk and from it, if no number is given."""
 _SHARE_OF_HOST = 0.5
 """Of the host's free memory, for "auto"."""
 
@@ -176,6 +178,8 @@ def find_host_cache_bytes(options: EngineOptions) -> int:
       MemoryError: it is more than what is free.
     """
     asked, memory = options.host_cache_bytes, host_memory()
+    if not asked and options.disk_cache_dir is not None:
+        asked = BESIDE_DISK_BYTES
     if isinstance(asked, str):
         if memory is None:
             raise ValueError(

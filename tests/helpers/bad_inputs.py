@@ -135,6 +135,16 @@ def text(limit=None, *, optional=False):
     return draw
 
 
+def folder(*, optional=False):
+    """Values that are no path."""
+
+    def draw(rng):
+        values = [*no_text(rng), scalar(int(rng.integers(0, 99))), scalar(""), ("a\0b", "a\\x00b")]
+        return pick(rng, values if optional else [*values, scalar(None)])
+
+    return draw
+
+
 def choice(*, optional=False):
     def draw(rng):
         values = [*no_number(rng), scalar(1), scalar(1.5), scalar("fp6 "), scalar("FP8")]

@@ -146,6 +146,13 @@ class Life:
         self.counts[kind] += 1
 
     def finish(self):
+        self.finish_requests()
+        assert not self.engine.verify().problems
+        metrics = self.engine.metrics
+        assert (metrics.running, metrics.waiting, metrics.used_blocks) == (0, 0, 0)
+
+    def finish_requests(self):
+        """All end, and have got what they get alone."""
         while self.engine.num_unfinished:
             self.engine.step()
         for request_id, (text, options) in self.texts.items():
@@ -163,6 +170,3 @@ class Life:
                 assert got.token_ids[start:] == want.token_ids
                 assert got.finish_reason == want.finish_reason
                 self.counts["done"] += 1
-        assert not self.engine.verify().problems
-        metrics = self.engine.metrics
-        assert (metrics.running, metrics.waiting, metrics.used_blocks) == (0, 0, 0)

@@ -1,6 +1,6 @@
-"""HostCopies: prefixes that lie on the host move back for who asks for them.
+"""HostCopies: prefixes that lie on the host or a disk move back for who asks for them.
 
-    HostTier ──> rows of a run, in a thread ──> device ──> unpack_rows ──> tree, as a prefix hit
+    HostTier, files ──> rows of a run, in a thread ──> device ──> unpack_rows ──> tree, as a hit
 
 No step waits for a copy. A request whose prefix lies on the host is left out of admission until its
 copies have come, and then admitted like any other; others are admitted meanwhile. What has come for
@@ -13,32 +13,36 @@ import concurrent.futures
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from dsv4_jax.allocator.data_shards import DataShards
+from dsv4_jax.allocator.disk_tier import DiskTier
 from dsv4_jax.allocator.host_tier import HostTier, Page
 from dsv4_jax.allocator.manager import KVCacheManager
-from dsv4_jax.allocator.prefix_tree import PrefixNode, contents_of
+from dsv4_jax.allocator.prefix_tree import BlockContent, PrefixNode, contents_of
 from dsv4_jax.allocator.problem import Problem
+from dsv4_jax.serving.device.disk_shape import open_disk
+from dsv4_jax.serving.device.disk_writes import DiskWrites
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
+from dsv4_jax.serving.device.far_pages import AnyPage, DamagedError, FilePage, gather_pages, on_host
 from dsv4_jax.serving.device.page_memory import PageMemory, run_sizes
 from dsv4_jax.serving.device.page_stores import PageStores
 from dsv4_jax.serving.metrics.metrics import Metrics
 from dsv4_jax.serving.requests.request import Request
+from dsv4_jax.serving.sizing import EnginePlan
 
 _log = logging.getLogger(__name__)
 
 MOST_LOADING = 8
 """Runs on their way to the device, of all requests: they are memory of the device, too."""
 
+_REST_S = 0.02
+
 _FETCHING = 4
 """Threads that copy them."""
-
-
-class _DamagedError(Exception):
-    """Pages that came with other bytes than they left with; they are its arguments."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,7 +50,7 @@ class _Run:
     """Pages of one kind, in order, for the device; `packed` is None until it is their turn."""
 
     of: str
-    pages: list[Page]
+    pages: list[AnyPage]
     packed: concurrent.futures.Future[jax.Array] | None = None
 
 
@@ -54,7 +58,8 @@ class _Run:
 class _Fetch:
     """A prefix on its way back: runs of blocks, then of a snapshot, and the nodes that are used.
 
-    `num_tokens` are those that it spares. Without runs it has come, and `resumes` at its last node.
+    `num_tokens` are those that it spares, `file_tokens` those of blocks from the disk. Without runs
+    it has come, and `resumes` at its last node.
     """
 
     request: Request
@@ -63,11 +68,39 @@ class _Fetch:
     chain: list[PrefixNode]
     num_tokens: int
     started_s: float
+    file_tokens: int = 0
     resumes: PrefixNode | None = None
 
-    def brings(self, page: Page) -> bool:
-        """Whether that page is on its way."""
-        return any(page in run.pages for run in self.runs)
+    def brings(self, page: AnyPage) -> bool:
+        """Whether that page is on its way, from wherever."""
+        key = page.content.key
+        return any(
+            run.of == page.of and one.content.key == key for run in self.runs for one in run.pages
+        )
+
+
+def make_host_copies(
+    plan: EnginePlan,
+    devices: EngineArrays,
+    shards: DataShards,
+    before: HostCopies | None,
+    **calls: Any,
+) -> HostCopies | None:
+    """Those of an engine's options, if there are any, in the place of those before.
+
+    Args:
+      plan: sizes of the engine.
+      devices: the arrays.
+      shards: who holds which block.
+      before: what there was, whose files are opened already.
+      **calls: as of `HostCopies`.
+    """
+    if before is not None:
+        before.close()
+    disk = open_disk(plan, devices.params) if before is None else before.disk
+    if disk is None and not plan.host_cache_bytes:
+        return None
+    return HostCopies(devices, shards, plan.host_cache_bytes, disk, **calls)
 
 
 class HostCopies:
@@ -82,6 +115,7 @@ class HostCopies:
         devices: EngineArrays,
         shards: DataShards,
         max_bytes: int,
+        disk: DiskTier | None = None,
         *,
         apply: Callable[[], None],
         metrics: Metrics,
@@ -93,6 +127,7 @@ class HostCopies:
           devices: the arrays.
           shards: who holds which block.
           max_bytes: of pages.
+          disk: pages in files, open.
           apply: tells the devices what the managers have changed, after `keep`.
           metrics: counts.
           clock: gives seconds.
@@ -101,7 +136,9 @@ class HostCopies:
         self._devices, self._shards, self._apply = devices, shards, apply
         self._metrics, self._clock = metrics, clock
         self._memory = PageMemory(devices.cache)
-        self._stores = PageStores(devices, shards, self.tier, self._memory, metrics)
+        self.disk = disk
+        writes = None if disk is None else DiskWrites(disk, self.tier, metrics)
+        self._stores = PageStores(devices, shards, self.tier, self._memory, writes, metrics)
         self._fetches: dict[Request, _Fetch] = {}
         self._after: dict[Request, _Fetch] = {}
         self._tried: set[Request] = set()
@@ -151,24 +188,26 @@ class HostCopies:
           max_tokens: as in `KVCacheManager.admit`.
         """
         self.keep()  # who was admitted a moment ago may have pushed out what this one wants
-        if request in self._tried or not self.tier.num_pages:
+        if self.disk is not None:
+            self.disk.refresh()
+        if request in self._tried or not (self.tier.num_pages or self.disk):
             return False
         self._tried.add(request)
         prefixes = self._shards.managers[shard].prefixes
         most = min(max(len(token_ids) - 1, 0), max_tokens)
         resumable = len(prefixes.find_resumable(token_ids, salt, max_tokens))
         chain = prefixes.tree.match(token_ids[:most], salt)
-        blocks: list[Page] = []
-        best: tuple[int, Page | None] = (resumable, None)
+        blocks: list[AnyPage] = []
+        best: tuple[int, AnyPage | None] = (resumable, None)
         for number, (content, parent) in enumerate(
             contents_of(token_ids[:most], salt, prefixes.tree.block_tokens)
         ):
             if number >= len(chain):
-                page = self.tier.find("blocks", content, parent)
+                page = self._find("blocks", content, parent)
                 if page is None:
                     break
                 blocks.append(page)
-            if snapshot := self.tier.find("snapshots", content, parent):
+            if snapshot := self._find("snapshots", content, parent):
                 best = (number + 1, snapshot)
         length, snapshot = best
         if snapshot is None or length <= resumable:
@@ -178,7 +217,9 @@ class HostCopies:
             if other.shard == shard and any(map(other.brings, [*blocks, snapshot])):
                 self._after[request] = other
                 return True
-        self.tier.hold([*blocks, snapshot])
+        self.tier.hold(on_host([*blocks, snapshot]))
+        if self.disk is not None:
+            self.disk.use(page.file for page in (snapshot, *blocks) if isinstance(page, FilePage))
         for node in chain:
             prefixes.tree.use(node)
         size = run_sizes(self._devices.bytes_of_row("blocks"))[-1]
@@ -211,9 +252,22 @@ class HostCopies:
         concurrent.futures.wait(awaited, return_when=concurrent.futures.FIRST_COMPLETED)
         return bool(firsts) or self._waits_for_room
 
+    def rest(self) -> None:
+        """Nobody runs now: begins to bring to the disk what nobody uses, for some milliseconds."""
+        self.settle(_REST_S)
+
+    def settle(self, seconds: float | None) -> None:
+        """Where nobody runs: brings to the disk what nobody uses; with None all, and the last."""
+        if self.disk is not None:
+            self._stores.settle(seconds)
+            if seconds is None:
+                self.disk.close()
+
     def problems(self) -> list[Problem]:
-        """What is wrong with pages on the host."""
-        return self.tier.problems()
+        """What is wrong with pages on the host and on the disk."""
+        sizes = {of: self._devices.bytes_of_row(of) for of in ("blocks", "snapshots")}
+        files = [] if self.disk is None else self.disk.damaged_files(sizes)
+        return self.tier.problems() + [Problem("checksum", "disk", one) for one in files]
 
     def close(self) -> None:
         """Copies that have not begun never will; who has the engine makes new ones."""
@@ -239,7 +293,7 @@ class HostCopies:
                 return
             fetch = min(left, key=begun.__getitem__)  # of several the oldest
             run = fetch.runs[begun[fetch]]
-            run.packed = self._fetcher.submit(_gather, self._memory, run.pages)
+            run.packed = self._fetcher.submit(gather_pages, self._memory, self.disk, run.pages)
             begun[fetch] += 1
 
     def _bring_back(self, fetch: _Fetch, packed: concurrent.futures.Future[jax.Array]) -> bool:
@@ -254,16 +308,23 @@ class HostCopies:
         numbers[: len(rows)] = self._stores.through(run.of, fetch.shard, own)
         if len(rows):
             self._devices.put_rows(run.of, numbers, packed.result())
-        if isinstance(failed, _DamagedError):
+        if isinstance(failed, DamagedError):
             self._drop_damaged(failed.args)
         if len(rows) < len(run.pages):
             self._end(fetch)
             return False
         fetch.runs.pop(0)
-        self.tier.let_go(run.pages)
-        self._metrics.host_loaded_bytes += sum(page.num_bytes for page in run.pages)
+        self.tier.let_go(on_host(run.pages))
+        num_files = len(run.pages) - len(on_host(run.pages))
+        size = run.pages[0].num_bytes
+        self._metrics.disk_loaded_bytes += num_files * size
+        self._metrics.host_loaded_bytes += (len(run.pages) - num_files) * size
+        if run.of == "blocks":
+            fetch.file_tokens += num_files * manager.plan.block_tokens
         if not fetch.runs:
-            self._metrics.host_hit_tokens += fetch.num_tokens
+            from_disk = min(fetch.file_tokens, fetch.num_tokens)
+            self._metrics.disk_hit_tokens += from_disk
+            self._metrics.host_hit_tokens += fetch.num_tokens - from_disk
             self._metrics.host_wait_s.add(self._clock() - fetch.started_s)
             fetch.resumes = fetch.chain[-1]
             fetch.resumes.snapshot_holds += 1
@@ -294,12 +355,23 @@ class HostCopies:
             rows.append(-1 if is_there else node.block)
         return rows
 
-    def _drop_damaged(self, pages: Sequence[Page]) -> None:
+    def _find(self, of: str, content: BlockContent, parent: bytes) -> AnyPage | None:
+        if page := self.tier.find(of, content, parent):
+            return page
+        file = None if self.disk is None else self.disk.find(of, content, parent)
+        if file is None:
+            return None
+        return FilePage(of, content, self._devices.bytes_of_row(of), file)
+
+    def _drop_damaged(self, pages: Sequence[AnyPage]) -> None:
         """They are misses from now on, for everybody."""
         for page in pages:
-            self.tier.drop(page)
+            if isinstance(page, Page):
+                self.tier.drop(page)
+            elif self.disk is not None:
+                self.disk.drop(page.file)
         self._metrics.damaged_pages += len(pages)
-        if not self._has_warned:
+        if not self._has_warned and on_host(pages):  # of a file the disk's tier has said it
             self._has_warned = True
             _log.warning(
                 "a page of a prefix came back with other bytes than it had left with, and is "
@@ -312,7 +384,7 @@ class HostCopies:
         for run in fetch.runs:
             if run.packed is not None:
                 run.packed.cancel()
-            self.tier.let_go(run.pages)
+            self.tier.let_go(on_host(run.pages))
         if fetch.resumes is not None:
             fetch.resumes.snapshot_holds -= 1
         tree = self._shards.managers[fetch.shard].prefixes.tree
@@ -325,15 +397,3 @@ class HostCopies:
         for request in [one for one, other in self._after.items() if other is fetch]:
             del self._after[request]
             self._tried.discard(request)
-
-
-def _gather(memory: PageMemory, pages: list[Page]) -> jax.Array:
-    """In a thread: pages, to the device, whose bytes are those that they left with."""
-    for page in pages:
-        if page.filling is not None:
-            page.filling.result()
-    packed, checksums = memory.to_devices([page.data for page in pages])
-    wrong = [page for page, one in zip(pages, checksums, strict=True) if one != page.checksum]
-    if wrong:
-        raise _DamagedError(*wrong)
-    return packed

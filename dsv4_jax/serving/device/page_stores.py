@@ -1,24 +1,29 @@
-"""PageStores: what the prefix trees let go, on its way to the host.
+"""PageStores: what the prefix trees let go, on its way to the host, and from there to a disk.
 
-    tree ── Leaving ──> take_rows ──> copy, in a thread ──> HostTier
+    tree ── Leaving ──> take_rows ──> copy, in a thread ──> HostTier ──> file, in a thread
 
 What leaves is packed before anything can write over it, since the device runs launches in order.
 Packed rows are memory of the device, which is bounded: who needs more blocks at once than can be
-copied gets them in portions, and waits. Who runs never does.
+copied gets them in portions, and waits. Who runs never does. With a disk, what nobody uses is
+copied before it has to leave, so that a process that ends has written it.
 """
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import operator
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.host_tier import HostTier, Page
-from dsv4_jax.allocator.prefix_tree import Leaving
+from dsv4_jax.allocator.prefix_tree import Leaving, PrefixNode
+from dsv4_jax.serving.device.disk_writes import DiskWrites
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
 from dsv4_jax.serving.device.page_memory import PageMemory, padded_rows, run_sizes
 from dsv4_jax.serving.metrics.metrics import Metrics
@@ -29,14 +34,21 @@ MOST_STORING_BYTES = 2**28
 _SHARE_AHEAD = 0.5
 """Of it, what blocks of a request that waits may take; the rest is for those that run."""
 
+_SHARE_UNUSED = 0.25
+"""Of it, what nobody waits for may take, on its way to the disk."""
+
 
 @dataclasses.dataclass(eq=False)
 class _Run:
-    """Rows on their way, of so many bytes, and the pages that they fill."""
+    """Rows on their way, of so many bytes, and the pages that they fill.
+
+    `is_ahead` says that they have not left the tree: the pages are there for the disk alone.
+    """
 
     future: concurrent.futures.Future[None]
     pages: list[Page]
     num_bytes: int
+    is_ahead: bool
 
 
 class PageStores:
@@ -52,6 +64,7 @@ class PageStores:
         shards: DataShards,
         tier: HostTier,
         memory: PageMemory,
+        writes: DiskWrites | None,
         metrics: Metrics,
     ) -> None:
         """Makes the trees say what they let go.
@@ -61,20 +74,43 @@ class PageStores:
           shards: who holds which block.
           tier: empty.
           memory: of pages.
+          writes: where pages go from there, if they do.
           metrics: counts.
         """
-        self.tier = tier
+        self.tier, self.writes = tier, writes
         self._devices, self._shards, self._memory = devices, shards, memory
         self._metrics = metrics
         self._runs: list[_Run] = []
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "host-cache-store")
+        self._unused: list[collections.deque[PrefixNode]] = []
         for manager in shards.managers:
+            self._unused.append(collections.deque())
             manager.prefixes.tree.leaving = []
+            if writes is not None and writes.disk.is_writer:
+                manager.prefixes.tree.unused = []
 
     @property
     def begun(self) -> list[concurrent.futures.Future[None]]:
         """Copies that have not been counted as ended."""
         return [run.future for run in self._runs]
+
+    def settle(self, seconds: float | None) -> None:
+        """Where nobody runs: waits until all has come to the host, and with None to the disk too.
+
+        Args:
+          seconds: no longer than that.
+        """
+        until = None if seconds is None else time.monotonic() + seconds
+        while True:
+            self.keep()
+            begun: list[concurrent.futures.Future[Any]] = [*self.begun]
+            if self.writes is not None and (seconds is None or any(self._unused)):
+                begun += self.writes.begun
+            left = None if until is None else until - time.monotonic()
+            if not begun or (left is not None and left <= 0):
+                return
+            first = concurrent.futures.FIRST_COMPLETED
+            concurrent.futures.wait(begun, timeout=left, return_when=first)
 
     def keep(self) -> None:
         """Begins to copy what has left the trees; before anything that may write over it."""
@@ -96,6 +132,40 @@ class PageStores:
             for _, of, rows in sorted(runs, key=operator.itemgetter(0)):
                 self._store(of, shard, rows)
             self.tier.use((one.of, one.content) for one in leaving)
+        if self.writes is not None:
+            self._keep_unused(self.writes)
+            self.writes.move()
+
+    def _keep_unused(self, writes: DiskWrites) -> None:
+        """Begins to copy what nobody uses and the disk lacks, while there is room for it."""
+        for shard, manager in enumerate(self._shards.managers):
+            tree, unused = manager.prefixes.tree, self._unused[shard]
+            if tree.unused:
+                unused.extend(reversed(tree.unused))
+                tree.unused = []
+            rows: dict[str, list[PrefixNode]] = {"blocks": [], "snapshots": []}
+            room = int(MOST_STORING_BYTES * _SHARE_UNUSED) - writes.left_bytes
+            room -= sum(run.num_bytes for run in self._runs)
+            while unused and room > 0:
+                node = unused.popleft()
+                for of in rows:
+                    can_resume = node.snapshot >= 0 and not node.is_demoted
+                    is_there = node.is_kept and (of == "blocks" or can_resume)
+                    if not is_there or not writes.wants(of, node.key):
+                        continue
+                    page = self.tier.get(of, node.key)
+                    room -= self._devices.bytes_of_row(of)
+                    if page is None:
+                        rows[of].append(node)
+                    elif page.filling is None:
+                        writes.offer(page)
+            for of, nodes in rows.items():
+                size = run_sizes(self._devices.bytes_of_row(of))[-1]
+                for start in range(0, len(nodes), size):
+                    part = [Leaving.of_node(of, node) for node in nodes[start : start + size]]
+                    self._store(of, shard, part, is_ahead=True)
+                # Who found no page, since all are held, comes again.
+                unused.extendleft(n for n in reversed(nodes) if not self.tier.has(of, n.key))
 
     def make_room(self, shard: int, num_blocks: int) -> bool:
         """Whether so many blocks can be taken now, and all that gives way for them be copied.
@@ -119,14 +189,20 @@ class PageStores:
 
     def close(self) -> None:
         """Copies that have not begun never will."""
+        if self.writes is not None:
+            self.writes.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _store(self, of: str, shard: int, rows: Sequence[Leaving]) -> None:
+    def _store(
+        self, of: str, shard: int, rows: Sequence[Leaving], *, is_ahead: bool = False
+    ) -> None:
         size, before = self._devices.bytes_of_row(of), self.tier.evicted_bytes
         if sum(run.num_bytes for run in self._runs) + size * len(rows) > MOST_STORING_BYTES:
             self._metrics.host_lost_bytes += size * len(rows)
             return
-        added = [(one.row, self.tier.add(of, one.content, one.parent, size)) for one in rows]
+        added = [
+            (one.row, self.tier.add(of, one.content, one.parent, size, one.end)) for one in rows
+        ]
         self._metrics.host_evicted_bytes += self.tier.evicted_bytes - before
         pages = [page for _, page in added if page is not None]
         if not pages:
@@ -142,7 +218,7 @@ class PageStores:
         future = self._thread.submit(fill)
         for page in pages:
             page.filling = future
-        self._runs.append(_Run(future, pages, size * len(pages)))
+        self._runs.append(_Run(future, pages, size * len(pages), is_ahead))
         self._metrics.host_stored_bytes += size * len(pages)
 
     def _end_runs(self) -> None:
@@ -154,7 +230,11 @@ class PageStores:
                 if run.future.exception() is not None:
                     self.tier.drop(page)
                     self._metrics.host_lost_bytes += page.num_bytes
+                elif self.writes is not None:
+                    self.writes.offer(page)
             self.tier.let_go(run.pages)
+            for page in run.pages if run.is_ahead else ():
+                self.tier.demote(page)
 
     def through(self, of: str, shard: int, rows: np.ndarray) -> np.ndarray:
         """Rows of a shard, numbered through all; -1 stays."""

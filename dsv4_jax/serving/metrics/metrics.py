@@ -164,6 +164,10 @@ class Metrics:
     host_lost_bytes: Annotated[
         int, _counter("bytes of known prefixes that gave way and could not be copied")
     ] = 0
+    disk_hit_tokens: Annotated[int, _counter("tokens that prefixes from the disk spared")] = 0
+    disk_stored_bytes: Annotated[int, _counter("bytes written to the disk")] = 0
+    disk_loaded_bytes: Annotated[int, _counter("bytes read back from it")] = 0
+    disk_evicted_bytes: Annotated[int, _counter("bytes that gave way there")] = 0
     damaged_pages: Annotated[
         int, _counter("blocks and snapshots that came back with a wrong checksum")
     ] = 0

@@ -33,6 +33,9 @@ class FarPrefixes(Protocol):
         """Lets go what is held for the youngest who waits, if younger than `oldest`; or says no."""
         ...
 
+    def rest(self) -> None:
+        """Nobody runs now, and would be kept waiting for some milliseconds."""
+
     def forget(self, request: Request) -> None:
         """A request has a slot, or does not wait any more."""
 
@@ -60,6 +63,9 @@ class NoFarPrefixes:
     def give_way(self, oldest: Request | None) -> bool:
         """Nothing is held."""
         return False
+
+    def rest(self) -> None:
+        """There is nothing to do."""
 
     def forget(self, request: Request) -> None:
         """Nobody was known."""

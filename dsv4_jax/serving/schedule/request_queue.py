@@ -289,6 +289,8 @@ class RequestQueue:
         self._known.leave(request)
         del self.running[request.slot]
         request.slot = -1
+        if not self.running:
+            self._far().rest()
 
     def _drop_table(self) -> None:
         if self._table is not None:

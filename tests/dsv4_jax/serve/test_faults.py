@@ -9,6 +9,7 @@ import threading
 import httpx
 import pytest
 
+from dsv4_jax.serve.intake import salt_of
 from helpers.raw_http import OPENED, close_all, connect, read_all, request_bytes
 from helpers.serve import MODEL, num_slots, running, tokenizer_fixture, warm_engine
 from helpers.serving import fail_with_prompts_of, until
@@ -234,6 +235,14 @@ def test_keys(other_engine, caplog):
             hits.append(done["usage"]["prompt_tokens_details"]["cached_tokens"])
         assert hits[0] == hits[2] == 0  # what another key has sent is not there
         assert hits[1] > 0
+
+
+def test_what_keeps_prefixes_of_keys_apart_is_the_same_in_the_next_process():
+    """So that it finds them on a disk; and it is not the key."""
+    assert salt_of("sk-first") == (
+        "2452ddfd7a7888446ac82ffd22283be4f9216f92fa9bd8777db4285b49121493"
+    )
+    assert salt_of("sk-first") != salt_of("sk-other")
 
 
 GOOD, OTHER = "sk-first", "sk-other"

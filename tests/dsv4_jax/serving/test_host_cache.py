@@ -113,14 +113,14 @@ def test_others_run_while_a_copy_is_on_its_way(monkeypatch):
     wanted = alone(text, OPTIONS)
     run_to_end(engine, engine.submit(text, **OPTIONS))
     evict(engine)
-    gather, may_come = host_copies._gather, []
+    gather, may_come = host_copies.gather_pages, []
 
     def late(*arguments):
         while not may_come:
             time.sleep(0.001)
         return gather(*arguments)
 
-    monkeypatch.setattr(host_copies, "_gather", late)
+    monkeypatch.setattr(host_copies, "gather_pages", late)
     runs = engine.submit(short, **(OPTIONS | {"max_new_tokens": 60}))
     engine.step()
     waits, later = engine.submit(text, **OPTIONS), engine.submit(short, **OPTIONS)
@@ -146,13 +146,13 @@ def test_copies_on_their_way_back_are_bounded_however_many_wait_for_them(monkeyp
     for text in texts:
         run_to_end(engine, engine.submit(text, **OPTIONS))
     evict(engine)
-    gather, may_come = host_copies._gather, threading.Event()
+    gather, may_come = host_copies.gather_pages, threading.Event()
 
     def late(*arguments):
         may_come.wait()
         return gather(*arguments)
 
-    monkeypatch.setattr(host_copies, "_gather", late)
+    monkeypatch.setattr(host_copies, "gather_pages", late)
     monkeypatch.setattr(page_memory, "RUN_SIZES", (1,))
     monkeypatch.setattr(host_copies, "MOST_LOADING", 2)
     runs = engine.submit(prompt(rng, 9), **(OPTIONS | {"max_new_tokens": 60}))
@@ -335,7 +335,7 @@ def test_a_copy_that_fails_is_a_miss(monkeypatch):
     assert engine.loop.host.tier.num_pages == 0
     assert run_to_end(engine, engine.submit(text, **OPTIONS))[0] == wanted
     evict(engine)
-    monkeypatch.setattr(host_copies, "_gather", fail)
+    monkeypatch.setattr(host_copies, "gather_pages", fail)
     again = run_to_end(engine, engine.submit(text, **OPTIONS))[0]
     assert (again, again.hit_tokens) == (wanted, 0)
     check(engine)

@@ -47,7 +47,7 @@ def test_each_option_of_the_command_line_reaches_its_field():
         "cache_format": ["f32"], "prefill_tokens": ["8,16"], "draft_tokens": ["2"],
         "steps_per_call": ["4"], "activations": ["bfloat16"], "prefill_activations": ["fp8"],
         "gpu_memory_fraction": ["0.5"], "max_step_ms": ["40"],
-        "host_cache_bytes": ["3MiB"],
+        "host_cache_bytes": ["3MiB"], "disk_cache_dir": ["pages"], "disk_cache_bytes": ["5GiB"],
     }  # fmt: skip
     given = [word for name, text in words.items() for word in (arguments.option_of(name), *text)]
     chosen = arguments.chosen_fields(parser.parse_args([*given, "--no-grammars"]), EngineOptions)
@@ -56,6 +56,7 @@ def test_each_option_of_the_command_line_reaches_its_field():
         "prefill_tokens": [8, 16], "draft_tokens": 2, "steps_per_call": 4,
         "activations": "bfloat16", "prefill_activations": "fp8", "gpu_memory_fraction": 0.5,
         "grammars": False, "max_step_ms": 40.0, "host_cache_bytes": 3 * 2**20,
+        "disk_cache_dir": "pages", "disk_cache_bytes": 5 * 2**30,
     }  # fmt: skip
     assert {name for name, ruled in rules_of(EngineOptions).items() if ruled.help} == set(chosen)
 
@@ -134,9 +135,9 @@ def test_processes_of_a_mesh_see_every_option_of_another_engine():
         "grammars": False, "activations": "bfloat16", "prefill_activations": "bfloat16",
         "num_blocks": 200, "num_snapshots": 1, "memory_bytes": 2**32, "unroll": True,
         "overlap": False, "debug": True, "split_cache": True, "steps_per_call": 2,
-        "max_step_ms": 40, "host_cache_bytes": 2**20,
+        "max_step_ms": 40, "host_cache_bytes": 2**20, "disk_cache_dir": "pages",
     }  # fmt: skip
-    not_shown = {"mesh", "idea", "gpu_memory_fraction"}
+    not_shown = {"mesh", "idea", "gpu_memory_fraction", "disk_cache_bytes"}
     assert FIELDS.keys() - others.keys() == not_shown
     seen = {shown(plain.changed(**{name: value})) for name, value in others.items()}
     assert len(seen | {shown(plain)}) == len(others) + 1
