@@ -191,7 +191,7 @@ SERVING_ROOMS = {
     "device": {"metrics", "sizing", "requests", "schedule"},
     "loop": {"metrics", "sizing", "requests", "schedule", "device"},
     "engine_core": {"metrics", "sizing", "requests", "schedule", "device", "loop"},
-    "engine_state": {"metrics", "requests", "engine_core"},
+    "engine_state": {"device", "metrics", "requests", "engine_core"},
     "hand_over": {"requests", "device", "loop"},
     "engine": {"options", "sizing", "requests", "device", "engine_core", "hand_over"},
     "asynchronous": {"metrics", "requests", "engine_core", "engine_state", "engine"},

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -72,6 +73,10 @@ class HostTier:
     def pages(self) -> list[Page]:
         """All of them, the least recently used first."""
         return list(self._pages.values())
+
+    def latest(self, count: int) -> list[Page]:
+        """The pages that were used last, at most so many."""
+        return list(itertools.islice(reversed(self._pages.values()), count))
 
     def has(self, of: str, key: bytes) -> bool:
         """Whether there is a page of that key, whatever its tokens are."""

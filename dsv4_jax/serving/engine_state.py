@@ -13,6 +13,7 @@ from typing import Any
 from dsv4_jax.allocator.holdings import holdings_of
 from dsv4_jax.allocator.manager import KVCacheManager
 from dsv4_jax.allocator.prefix_tree import PrefixNode
+from dsv4_jax.serving.device.host_copies import HostCopies
 from dsv4_jax.serving.engine_core import EngineCore
 from dsv4_jax.serving.metrics.histogram import Histogram
 from dsv4_jax.serving.metrics.metrics import METRICS
@@ -24,6 +25,8 @@ MAX_REQUESTS = 48
 
 MAX_BLOCKS = 256
 """Blocks of a request that are shown, the first ones."""
+
+DEVICE = "device"
 
 MAX_NODES = 1024
 """Blocks of known prefixes that are shown: those in use, then those last used that resume."""
@@ -49,7 +52,8 @@ def read_state(engine: EngineCore) -> dict[str, Any]:
     running, waiting = queue.by_age(), queue.waiting
     shown = [*running, *waiting[:MAX_REQUESTS]][:MAX_REQUESTS]
     managers = queue.shards.managers
-    tree = _read_trees(managers)
+    host = engine.loop.host
+    tree = _read_trees(managers, host)
     return {
         "seconds": now,
         "sizes": _sizes(engine),
@@ -63,8 +67,10 @@ def read_state(engine: EngineCore) -> dict[str, Any]:
         "token_s": _quantiles(metrics.token_s),
         "requests": [_read_request(engine, request, now) for request in shown],
         "requests_left_out": len(running) + len(waiting) - len(shown),
+        "tiers": _read_tiers(host),
         "prefixes": tree,
-        "prefixes_left_out": sum(one.prefixes.tree.num_nodes for one in managers) - len(tree),
+        "prefixes_left_out": sum(one.prefixes.tree.num_nodes for one in managers)
+        - sum(DEVICE in one["where"] for one in tree),
     }
 
 
@@ -124,9 +130,12 @@ def _read_request(engine: EngineCore, request: Request, now: float) -> dict[str,
     }
 
 
-def _read_trees(managers: Sequence[KVCacheManager]) -> list[dict[str, Any]]:
-    """Nodes of all shards' trees, each after its parent."""
+def _read_trees(
+    managers: Sequence[KVCacheManager], host: HostCopies | None
+) -> list[dict[str, Any]]:
+    """Nodes of all shards' trees, each after its parent, and then what lies on the host alone."""
     read: list[dict[str, Any]] = []
+    by_key: dict[bytes, int] = {}
     for shard, manager in enumerate(managers):
         places: dict[PrefixNode, int] = {}
         limit = len(read) + MAX_NODES // len(managers)
@@ -136,7 +145,7 @@ def _read_trees(managers: Sequence[KVCacheManager]) -> list[dict[str, Any]]:
                 chain.append(node)
                 node = node.parent
             for new in reversed(chain[max(len(chain) - (limit - len(read)), 0) :]):
-                places[new] = len(read)
+                places[new] = by_key[new.key] = len(read)
                 read.append(
                     {
                         "shard": shard,
@@ -145,11 +154,47 @@ def _read_trees(managers: Sequence[KVCacheManager]) -> list[dict[str, Any]]:
                         "tokens": new.end,
                         "users": new.users,
                         "resumes": new.snapshot >= 0,
+                        "where": [DEVICE, *_where(host, new.key)],
                     }
                 )
             if len(read) >= limit:
                 break
+    if host is not None:
+        _add_far(read, by_key, host)
     return read
+
+
+def _add_far(read: list[dict[str, Any]], by_key: dict[bytes, int], host: HostCopies) -> None:
+    """Blocks that were used last of those that have left all devices, parents first."""
+    pages = host.tier.latest(MAX_NODES)
+    far = [page for page in pages if page.of == "blocks" and page.content.key not in by_key]
+    for page in sorted(far, key=lambda page: page.end)[: max(MAX_NODES - len(read), 0)]:
+        parent = by_key.get(page.parent, -1)
+        by_key[page.content.key] = len(read)
+        read.append(
+            {
+                "shard": 0 if parent < 0 else read[parent]["shard"],
+                "block": -1,
+                "parent": parent,
+                "tokens": page.end,
+                "users": 0,
+                "resumes": host.tier.has("snapshots", page.content.key),
+                "where": _where(host, page.content.key),
+            }
+        )
+
+
+def _where(host: HostCopies | None, key: bytes) -> list[str]:
+    """The tiers beside the devices that a block lies in."""
+    tiers = {} if host is None else host.tiers
+    return [name for name, tier in tiers.items() if tier.has("blocks", key)]
+
+
+def _read_tiers(host: HostCopies | None) -> dict[str, dict[str, int]]:
+    """What each holds, and what it may."""
+    names = ("num_pages", "num_bytes", "max_bytes")
+    tiers = {} if host is None else host.tiers
+    return {tier: {name: getattr(of, name) for name in names} for tier, of in tiers.items()}
 
 
 def _wanted_nodes(manager: KVCacheManager) -> Iterator[PrefixNode]:

@@ -325,7 +325,7 @@ function showTree({ prefixes, prefixes_left_out: left }) {
     let [place, parent] = todo.pop();
     const run = [prefixes[place]];
     let next = children.get(place) || [];
-    while (next.length === 1 && prefixes[next[0]].users === run[0].users) {
+    while (next.length === 1 && isAlike(prefixes[next[0]], run[0])) {
       [place] = next;
       run.push(prefixes[place]);
       next = children.get(place) || [];
@@ -349,16 +349,23 @@ function showTree({ prefixes, prefixes_left_out: left }) {
   find("tree").dataset.rows = rows;
 }
 
+function isAlike(one, other) {
+  return one.users === other.users && one.where[0] === other.where[0];
+}
+
 function showRun(run) {
   const row = make("div");
   for (const node of run.slice(0, 48)) {
     const kinds = ["sq", node.users ? "used" : "", node.resumes ? "resumes" : ""];
+    if (node.where[0] !== "device") kinds.push("far");
     row.append(make("i", { class: kinds.join(" ").trim() }));
   }
   if (run.length > 48) row.append(` +${run.length - 48}`);
   const users = run[0].users;
   const used = users ? `, ${count(users, "request")}` : "";
-  row.append(make("small", {}, `to token ${run.at(-1).tokens.toLocaleString("en")}${used}`));
+  const [where] = run[0].where;
+  const far = where === "device" ? "" : `, on the ${where}`;
+  row.append(make("small", {}, `to token ${run.at(-1).tokens.toLocaleString("en")}${used}${far}`));
   return row;
 }
 

@@ -88,12 +88,7 @@ def make_host_copies(
 ) -> HostCopies | None:
     """Those of an engine's options, if there are any, in the place of those before.
 
-    Args:
-      plan: sizes of the engine.
-      devices: the arrays.
-      shards: who holds which block.
-      before: what there was, whose files are opened already.
-      **calls: as of `HostCopies`.
+    `before` is what there was, whose files are open already; `calls` are as of `HostCopies`.
     """
     if before is not None:
         before.close()
@@ -108,6 +103,7 @@ class HostCopies:
 
     Attributes:
       tier: the pages.
+      disk: those in files; None if there are none.
     """
 
     def __init__(
@@ -146,6 +142,11 @@ class HostCopies:
         # One that stores must not keep one that fetches waiting.
         self._fetcher = concurrent.futures.ThreadPoolExecutor(_FETCHING, "host-cache-fetch")
         self.keep = self._stores.keep
+
+    @property
+    def tiers(self) -> dict[str, HostTier | DiskTier]:
+        """By name, the nearest first."""
+        return {"host": self.tier} | ({} if self.disk is None else {"disk": self.disk})
 
     def is_fetching(self, request: Request) -> bool:
         """Whether a request waits for its copies, or for another's of the same pages."""

@@ -13,6 +13,7 @@ from dsv4_jax.cache.packed_rows import row_bytes
 from dsv4_jax.runtime import Memory
 from dsv4_jax.serving import sizing
 from dsv4_jax.serving.device import host_copies, page_memory, page_stores
+from dsv4_jax.serving.engine_state import read_state
 from helpers import serving
 from helpers.engine_life import Life, alone
 from helpers.serving import limit, make_engine, prompt, run_to_end, until
@@ -103,6 +104,24 @@ def test_a_prefix_comes_back_and_nothing_of_it_is_computed_again():
     blocks, snapshot = 2 * row_bytes(engine.cache.paged), engine.plan.pools.bytes_per_snapshot
     assert engine.metrics.host_loaded_bytes == blocks + snapshot
     assert engine.metrics.host_wait_s.count == 1
+
+
+def test_the_state_of_an_engine_says_where_a_prefix_lies():
+    engine = make_engine(host_cache_bytes=10**6)
+    rng = np.random.default_rng(2)
+    run_to_end(engine, engine.submit(prompt(rng, 520), **OPTIONS))
+    assert {tuple(one["where"]) for one in read_state(engine)["prefixes"]} == {("device",)}
+    engine.loop.shards.managers[0].evict(2)
+    settle(engine)
+    state = read_state(engine)
+    shown = [(one["where"], one["parent"], one["tokens"]) for one in state["prefixes"]]
+    near, far = ["device"], ["host"]
+    assert shown == [(near, -1, 128), (near, 0, 256), (far, 1, 384), (far, 2, 512)]
+    assert [one["block"] >= 0 for one in state["prefixes"]] == [True, True, False, False]
+    assert state["prefixes"][3]["resumes"]
+    tier = engine.loop.host.tier
+    sizes = {"num_pages": tier.num_pages, "num_bytes": tier.num_bytes, "max_bytes": 10**6}
+    assert (state["tiers"], state["prefixes_left_out"]) == ({"host": sizes}, 0)
 
 
 def test_others_run_while_a_copy_is_on_its_way(monkeypatch):

@@ -1,0 +1,229 @@
+"""Agents with long conversations, on a device that cannot hold them all.
+
+    python -m benchmarks.bench_agents --tiers --policies
+
+Each agent begins with a system prompt, which those of a group share, and takes turns: a question or
+the result of a tool is added, and an answer is drawn, which the next turn goes on from. Some turns
+are tried twice from the same place. Between two turns of an agent all others have theirs, so that
+its prefix has left the device if that does not hold all. With `--tiers` it compares places for what
+leaves, with `--policies` which snapshots are kept, each with several sizes of the host's memory.
+Prompts are random tokens of the shipped checkpoint's vocabulary.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import pathlib
+import tempfile
+import time
+
+import jax
+import numpy as np
+
+import dsv4_jax as ds
+from dsv4_jax.serving.schedule import snapshot_policy
+
+BLOCK = 128
+
+
+@dataclasses.dataclass
+class Agent:
+    """A conversation: its tokens so far, and what its turns add."""
+
+    token_ids: list[int]
+    turns: list[tuple[list[int], int, bool]]
+    """Tokens that are added, tokens of the answer, and whether the turn is tried twice."""
+
+
+def make_agents(args, vocab_size):
+    """The same for every engine."""
+    rng = np.random.default_rng(args.seed)
+
+    def tokens(low, high):
+        return rng.integers(0, vocab_size, int(rng.integers(low, high))).tolist()
+
+    heads = [tokens(2 * BLOCK, 4 * BLOCK) for _ in range(args.groups)]
+    agents = []
+    for number in range(args.agents):
+        turns = [
+            (tokens(16, args.turn_tokens), int(rng.integers(8, 48)), bool(rng.random() < 0.2))
+            for _ in range(args.turns)
+        ]
+        agents.append(Agent(heads[number % args.groups] + tokens(8, BLOCK), turns))
+    return agents
+
+
+def prefix_blocks(args, vocab_size):
+    """Blocks of all conversations at their ends, shared ones once for each agent."""
+    agents = make_agents(args, vocab_size)
+    most = [
+        len(agent.token_ids) + sum(len(added) + answer for added, answer, _ in agent.turns)
+        for agent in agents
+    ]
+    return sum(tokens // BLOCK for tokens in most), max(most)
+
+
+def run(engine, args):
+    """Serves the trace; what was seen."""
+    agents = make_agents(args, engine.config.vocab_size)
+    first_s, submitted, asked = {}, {}, 0
+    begun = time.perf_counter()
+    for turn in range(args.turns):
+        waiting, running = list(range(len(agents))), {}
+        while waiting or running:
+            while waiting and len(running) < args.concurrent:
+                agent = agents[waiting.pop(0)]
+                added, answer, is_twice = agent.turns[turn]
+                agent.token_ids += added
+                for attempt in range(1 + is_twice):
+                    request = engine.submit(
+                        agent.token_ids, max_new_tokens=answer, stop_token_ids=(), seed=attempt,
+                        temperature=float(attempt),
+                    )  # fmt: skip
+                    running[request], submitted[request] = agent, time.perf_counter()
+                    asked += len(agent.token_ids)
+            for token in engine.step():
+                now, request = time.perf_counter(), token.request_id
+                first_s.setdefault(request, now - submitted[request])
+                if token.finish_reason:
+                    agent, done = running.pop(request), engine.completion(request)
+                    if request == min([request, *(r for r, a in running.items() if a is agent)]):
+                        agent.answer = done.token_ids
+        for agent in agents:
+            agent.token_ids = agent.token_ids + agent.answer
+    seconds, metrics = time.perf_counter() - begun, engine.metrics
+    p50, p90 = np.percentile(list(first_s.values()), [50, 90])
+    return {
+        "requests_min": 60 * len(first_s) / seconds,
+        "first_p50_ms": 1e3 * p50,
+        "first_p90_ms": 1e3 * p90,
+        "asked_tokens": asked,
+        "hit_tokens": metrics.hit_tokens,
+        "host_hit_tokens": metrics.host_hit_tokens,
+        "disk_hit_tokens": metrics.disk_hit_tokens,
+        "moved_bytes": metrics.host_stored_bytes + metrics.host_loaded_bytes
+        + metrics.disk_loaded_bytes,
+    }  # fmt: skip
+
+
+def every_boundary(request, manager, slot, boundary):
+    """All that a step reaches."""
+    prefix = request.known[:boundary]
+    return len(prefix) < boundary or not manager.prefixes.is_resumable(slot, prefix)
+
+
+def ends_alone(request, manager, slot, boundary):
+    """The last boundaries of a prompt, where it leaves what is known, and those of the answer."""
+    is_end = boundary > request.prompt_tokens - BLOCK - 1 or boundary == request.next_boundary
+    return is_end and every_boundary(request, manager, slot, boundary)
+
+
+def spaced_alone(request, manager, slot, boundary):
+    """Evenly spaced ones of a prompt."""
+    is_spaced = (boundary // BLOCK) % max(request.snapshot_spacing, 4) == 0
+    return is_spaced and every_boundary(request, manager, slot, boundary)
+
+
+POLICIES = {
+    "ends, branches and spaced": snapshot_policy._is_worth_keeping,
+    "ends and branches": ends_alone,
+    "each boundary": every_boundary,
+    "each fourth boundary": spaced_alone,
+}
+
+
+@contextlib.contextmanager
+def policy(choose):
+    """Engines keep the snapshots that a function says."""
+    before, snapshot_policy._is_worth_keeping = snapshot_policy._is_worth_keeping, choose
+    try:
+        yield
+    finally:
+        snapshot_policy._is_worth_keeping = before
+
+
+def build(config, params, args, **options):
+    """An engine that has its programs."""
+    sizes = {
+        "max_requests": args.concurrent, "max_context_tokens": args.context, "grammars": False,
+        "prefill_tokens": (64, 256), "num_blocks": args.blocks, "num_snapshots": args.snapshots,
+    }  # fmt: skip
+    engine = ds.Engine(config, params, **(sizes | options))
+    engine.warmup()
+    return engine
+
+
+def compare_tiers(config, params, args, whole, prefix_bytes):
+    """Rows of the table of places."""
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        disk = {"disk_cache_dir": folder, "disk_cache_bytes": 2**34}
+        cases = {
+            "the device alone": {},
+            "host": {"host_cache_bytes": 2 * prefix_bytes},
+            "disk": disk,
+            "disk, started again": disk,
+            "the device, room for all": {"num_blocks": whole + args.blocks, "num_snapshots": whole},
+        }
+        for name, options in cases.items():
+            engine = build(config, params, args, **options)
+            rows[name] = run(engine, args)
+            engine.close()
+            print(f"{name:<28}{json.dumps(rows[name])}", flush=True)
+    return rows
+
+
+def compare_policies(config, params, args, prefix_bytes):
+    """Rows of the table of policies: name and share of the host's memory that all would take."""
+    rows = {}
+    for name, choose in POLICIES.items():
+        for share in args.shares:
+            with policy(choose):
+                host = int(share * prefix_bytes)
+                engine = build(config, params, args, host_cache_bytes=host)
+                rows[f"{name}, {share:g}"] = run(engine, args) | {"host_bytes": host}
+            print(f"{name:<28}{share:<6g}{json.dumps(rows[f'{name}, {share:g}'])}", flush=True)
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--checkpoint", default=ds.SHIPPED_CHECKPOINT)
+    parser.add_argument("--agents", type=int, default=16)
+    parser.add_argument("--groups", type=int, default=4, help="of agents with one system prompt")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turn-tokens", type=int, default=300, help="at most, added by a turn")
+    parser.add_argument("--concurrent", type=int, default=4)
+    parser.add_argument("--room", type=float, default=0.25, help="of all prefixes, on the device")
+    parser.add_argument("--snapshots", type=int, default=32)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tiers", action="store_true")
+    parser.add_argument("--policies", action="store_true")
+    parser.add_argument("--json", type=pathlib.Path, help="file of all rows")
+    args = parser.parse_args()
+    ds.set_xla_flags()
+    ds.use_compilation_cache()
+    config, params = ds.load_checkpoint(args.checkpoint)
+    whole, longest = prefix_blocks(args, config.vocab_size)
+    args.context = -(-longest // BLOCK) * BLOCK + BLOCK
+    args.blocks = max(int(args.room * whole), args.context // BLOCK * 2)
+    pools = build(config, params, args).plan.pools
+    prefix_bytes = whole * pools.bytes_per_block
+    print(
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {args.agents} agents, {whole} "
+        f"blocks of {pools.bytes_per_block:,} bytes, {args.blocks} of them on the device; a "
+        f"snapshot takes {pools.bytes_per_snapshot:,}"
+    )
+    rows = {}
+    if args.tiers:
+        rows |= compare_tiers(config, params, args, whole, prefix_bytes)
+    if args.policies:
+        rows |= compare_policies(config, params, args, prefix_bytes)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
