@@ -52,7 +52,7 @@ def block_attention(
         new.kv,
         pk.NormRope(params.kv_norm, frequencies, config.rms_norm_eps),
         blocks.positions,
-        codec=state.schema.format.entry,
+        codec=state.schema.format.ring,
     )
     assert queries is not None
     attended = attend_in_blocks(queries, params.attn_sink, state, family_idx, own, blocks)

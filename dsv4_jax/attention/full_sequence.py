@@ -66,7 +66,7 @@ def attend_full_sequence(
     positions = jnp.broadcast_to(tokens[None], x.shape[:2])
     latent, kv = project_input(params, x, config)
     q = rotated_queries(params, latent, positions, frequencies, config)
-    window = fmt.round_entry(
+    window = fmt.round_window(
         window_entry(params, kv, positions, frequencies, config), config.rope_dim
     )
     age = tokens[:, None] - tokens[None]

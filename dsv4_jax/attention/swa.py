@@ -69,6 +69,6 @@ def window_tokens(
     frequencies, eps, new = rope_frequencies(config, AttentionType.SWA), config.rms_norm_eps, []
     for layer, kv in zip(layers, project_entries(layers, x, positions), strict=True):
         norm_rope = NormRope(layer.kv_norm, frequencies, eps)
-        _, window = encode_tokens(None, kv, norm_rope, positions, codec=state.schema.format.entry)
+        _, window = encode_tokens(None, kv, norm_rope, positions, codec=state.schema.format.ring)
         new.append(hold(NewTokens(window=window, compressor=None, indexer=None)))
     return new

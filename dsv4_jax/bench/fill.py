@@ -92,7 +92,7 @@ def _fill_state(pool: StateCachePool, seed: jax.Array) -> StateCachePool:
     schema = pool.schema
     window = _fill_planes(
         pool.window,
-        schema.format.entry,
+        schema.format.ring,
         schema.entry_head_dim,
         schema.rope_dim,
         seed + np.uint32(3),

@@ -100,7 +100,7 @@ def append_in_place(
     done = pk.append_and_flush(
         tokens.queries,
         tokens.kv,
-        pk.LayerPlanes(state.window, layer, fmt.entry),
+        pk.LayerPlanes(state.window, layer, fmt.ring),
         [] if paged is None else _compressors((state, paged), projections, norms),
         call,
         pk.NormRope(norms.kv, norms.frequencies, norms.eps),
@@ -139,7 +139,7 @@ def append_uncommitted(
         tokens.kv,
         pk.NormRope(norms.kv, norms.frequencies, norms.eps),
         call.positions,
-        codec=fmt.entry,
+        codec=fmt.ring,
     )
     new = hold(NewTokens(window=window, compressor=tokens.compressor, indexer=tokens.indexer))
     if paged is not None:

@@ -114,3 +114,9 @@ def ascending(entries: jax.Array) -> jax.Array:
     last = jnp.iinfo(jnp.int32).max
     ordered = jnp.sort(jnp.where(entries >= 0, entries, last), axis=1)
     return jnp.where(ordered < last, ordered, -1)
+
+
+def join_heads(parts: jax.Array) -> jax.Array:
+    """[n, T, H, C] of n devices -> [T, n * H, C]."""
+    joined = jnp.moveaxis(parts, 0, 1)
+    return joined.reshape(joined.shape[0], -1, joined.shape[-1])

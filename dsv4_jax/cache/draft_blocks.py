@@ -96,7 +96,7 @@ def attend_in_blocks(
     Source: dspark.md section 4.
     """
     num_blocks, size, (_, num_heads, dim) = blocks.slots.shape[0], blocks.size, queries.shape
-    codec, block = state.schema.format.entry, jnp.arange(num_blocks, dtype=jnp.int32)
+    codec, block = state.schema.format.ring, jnp.arange(num_blocks, dtype=jnp.int32)
     live = blocks.slots >= 0
     # One number of a layer serves ring and entries: the rings of all layers as those of one.
     rings = {name: plane.reshape(1, -1, *plane.shape[2:]) for name, plane in state.window.items()}

@@ -211,7 +211,9 @@ class LayerCacheHandle:
         values = jnp.take_along_axis(scores, jnp.maximum(best, 0), axis=1)
         numbers = block_split.logical_entries(best, self.schema.entries_per_block)
         values, numbers, *parts = gather_in_one(values, numbers, *heads)
-        return block_split.best_of_all(values, numbers, k), tuple(map(_join_heads, parts))
+        return block_split.best_of_all(values, numbers, k), tuple(
+            map(block_split.join_heads, parts)
+        )
 
     def _select_by_rows(self, queries: jax.Array, weights: jax.Array) -> jax.Array:
         """`select`; where rows are dealt each device of a data shard selects for its own."""
@@ -259,7 +261,7 @@ class LayerCacheHandle:
           arrays: [T, ...] each.
         """
         seen, dim = self.all_visible(), self.schema.entry_head_dim
-        pool = LayerPlanes(self.blocks.entries, self.layer, self.schema.format.entry)
+        pool = self._entries()
 
         def run(some: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
             call = dataclasses.replace(self.call, segment_ids=self.call.segment_ids[tokens])
@@ -305,14 +307,14 @@ class LayerCacheHandle:
         if self.is_split and selected is not None:
             own, count = block_split.gather_own(selected, self.schema.entries_per_block)
             return self._attend_in_parts(queries, sink, own, count, frequencies)
-        codec, pool, visible = self.schema.format.entry, None, None
+        pool, visible = None, None
         if selected is not None:
-            pool = LayerPlanes(self.blocks.entries, self.layer, codec)
+            pool = self._entries()
             visible = self.visible_entries
         return pk.sparse_attention(
             queries,
             sink,
-            LayerPlanes(self.state.window, self.layer, codec),
+            self._ring(),
             self.own_window,
             pool,
             selected,
@@ -320,7 +322,19 @@ class LayerCacheHandle:
             scale=self.schema.entry_head_dim**-0.5,
             frequencies=frequencies,
             query_eps=self.query_eps,
+            apart=self._is_apart,
         )
+
+    def _ring(self) -> LayerPlanes:
+        return LayerPlanes(self.state.window, self.layer, self.schema.format.ring)
+
+    def _entries(self) -> LayerPlanes:
+        return LayerPlanes(self.blocks.entries, self.layer, self.schema.format.entry)
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether entries lie otherwise than the window does."""
+        return self.schema.format.window is not None
 
     def attend_to_all(
         self, queries: jax.Array, sink: jax.Array, frequencies: jax.Array | None = None
@@ -361,19 +375,20 @@ class LayerCacheHandle:
         """
         num_heads, parts = sink.shape[0], axis_size(MODEL)
         if queries.shape[1] == num_heads:
-            queries = _join_heads(*gather_in_one(queries))
-        codec, call = self.schema.format.entry, self._own_call(self.visible_entries)
+            queries = block_split.join_heads(*gather_in_one(queries))
+        call = self._own_call(self.visible_entries)
         counts_window = place_on(MODEL) == 0  # every device has all of it
         part = pk.attend_in_part(
             queries,
-            LayerPlanes(self.state.window, self.layer, codec),
+            self._ring(),
             self.own_window,
-            LayerPlanes(self.blocks.entries, self.layer, codec),
+            self._entries(),
             own,
             dataclasses.replace(
                 call, visible=count, positions=jnp.where(counts_window, call.positions, -1)
             ),
             scale=self.schema.entry_head_dim**-0.5,
+            apart=self._is_apart,
         )
         exchanged = jnp.concatenate([part.sums, jnp.moveaxis(part.statistics, 1, 2)], axis=2)
         exchanged = exchanged.reshape(exchanged.shape[0], parts, num_heads, -1)
@@ -385,9 +400,3 @@ class LayerCacheHandle:
             frequencies,
             dtype=queries.dtype,
         )
-
-
-def _join_heads(parts: jax.Array) -> jax.Array:
-    """[n, T, H, C] of n devices -> [T, n * H, C]."""
-    joined = jnp.moveaxis(parts, 0, 1)
-    return joined.reshape(joined.shape[0], -1, joined.shape[-1])

@@ -84,7 +84,7 @@ def empty_staged(state: Mapping[str, StateCachePool], num_tokens: int) -> dict[s
 def empty_new_tokens(schema: LayerCacheSchema, num_tokens: int, *, num_layers: int) -> NewTokens:
     """Zeroed tokens of all layers of a family, stacked [L, T, ...]."""
     lead = (num_layers, num_tokens)
-    shapes = schema.format.entry.plane_shapes(schema.entry_head_dim, schema.rope_dim)
+    shapes = schema.format.ring.plane_shapes(schema.entry_head_dim, schema.rope_dim)
 
     def projections(width: int) -> Projections | None:
         if not width:

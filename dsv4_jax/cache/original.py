@@ -136,7 +136,7 @@ class OriginalHandle(LayerCacheHandle):
                 checks.instance(name, given, Projections)
                 for field, array in given.planes.items():
                     checks.array(f"{name}.{field}", array, (num_tokens, width), "f")
-        window = self.schema.format.entry.encode(kv, self.schema.rope_dim)
+        window = self.schema.format.ring.encode(kv, self.schema.rope_dim)
         new = hold(NewTokens(window=window, compressor=compressor, indexer=indexer))
         return self._with(window=new.window, new_tokens=new)
 
@@ -219,7 +219,7 @@ class OriginalHandle(LayerCacheHandle):
         Raises:
           ValueError: `write_swa` has not been called.
         """
-        ring = LayerPlanes(self.state.window, self.layer, self.schema.format.entry)
+        ring = LayerPlanes(self.state.window, self.layer, self.schema.format.ring)
         return pk.gather_window(ring, self.own_window, self.call, dim=self.head_dim)
 
     def read_swa_view(self) -> views.SWAView:

@@ -17,6 +17,7 @@ BLOCK_SIZE_ORIGINAL_TOKENS = 128
 """Tokens of a block at the released ratios, 4 and 128; `DSV4Config.block_tokens` for any others."""
 
 DEFAULT_CACHE_FORMAT = "fp8_ue8m0"
+"""Of DeepSeek-V4; `own_format` gives that of any model."""
 
 type FormatName = str | CacheFormat
 """A name in `CACHE_FORMATS`, or a format of one's own."""
@@ -166,15 +167,31 @@ def check_has_cache(config: DSV4Config) -> None:
 
 
 def choose_cache_format(
-    config: DSV4Config, asked: FormatName | None, default: FormatName = DEFAULT_CACHE_FORMAT
+    config: DSV4Config, asked: FormatName | None, default: FormatName | None = None
 ) -> FormatName:
     """The format that is asked for, else that of the config's idea, else the default.
 
+    Without a default it is `own_format`.
+
     Raises:
       ValueError: there is no such format.
+      NotImplementedError: it rotates index keys, and the model shares its entries.
     """
+    default = own_format(config) if default is None else default
     chosen = default if config.idea.cache_format is None else config.idea.cache_format
-    return check_format(chosen if asked is None else asked)
+    chosen = check_format(chosen if asked is None else asked)
+    if config.sources is not None and get_cache_format(chosen).index_key.rotated:
+        raise NotImplementedError(
+            "cache_format must be 'f32' or 'bf16' for a DeepSeek-V4.1 model, or another that does "
+            f"not rotate index keys, as its own does not, {own_format(config)!r}; got "
+            f"{get_cache_format(chosen).name!r}"
+        )
+    return chosen
+
+
+def own_format(config: DSV4Config) -> str:
+    """The format in which the model was trained."""
+    return DEFAULT_CACHE_FORMAT if config.sources is None else "fp4_e4m3"
 
 
 def check_format(asked: FormatName) -> FormatName:

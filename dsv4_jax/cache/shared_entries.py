@@ -20,7 +20,7 @@ def bytes_per_request(config: DSV4Config, cache_format: FormatName | None = None
     second, f32[C] each.
     """
     fmt, schedule = get_cache_format(choose_cache_format(config, cache_format)), _layers(config)
-    ring = config.sliding_window * fmt.entry_bytes(config.head_dim, config.rope_dim)
+    ring = config.sliding_window * fmt.window_bytes(config.head_dim, config.rope_dim)
     pairs = sum(spec.makes_entries and spec.ratio > 1 for spec in schedule)
     return len(schedule) * ring + pairs * 2 * config.head_dim * _F32
 

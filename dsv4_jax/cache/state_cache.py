@@ -107,7 +107,7 @@ def init_state_pool(
     elif schema.attn_type == AttentionType.HCA:
         pools = empty_pool(num_layers * max_requests, schema.entry_head_dim)
         running = pools.reshape(*lead, 3, schema.entry_head_dim)
-    shapes = schema.format.entry.plane_shapes(schema.entry_head_dim, schema.rope_dim)
+    shapes = schema.format.ring.plane_shapes(schema.entry_head_dim, schema.rope_dim)
     return StateCachePool(
         window=zeros(shapes, (*lead, schema.swa_window_size)),
         tail=tail,

@@ -89,7 +89,7 @@ def _read_layer(
     state, layer, ratio = cache.state[schema.attn_type], schema.family_idx, schema.compression_ratio
     ring_positions = _positions(np.arange(length), schema.swa_window_size, schema.swa_window_size)
     window = {name: plane[layer, slot] for name, plane in state.window.items()}
-    ring = np.asarray(schema.format.entry.decode(window, schema.entry_head_dim))
+    ring = np.asarray(schema.format.ring.decode(window, schema.entry_head_dim))
     tail_positions = np.zeros(0, np.int32)
     tail_values = tail_scores = running = np.zeros((0, 0), np.float32)
     if state.tail is not None:

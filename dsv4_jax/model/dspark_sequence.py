@@ -67,7 +67,7 @@ def context_entries(
         layer = layer_of(draft.stages, stage).attn
         kv = checkpoint_name(linear(context, layer.wkv), "kv_lin")
         entry = window_entry(layer, kv, positions, frequencies, config)
-        entries.append(fmt.round_entry(entry, config.rope_dim))
+        entries.append(fmt.round_window(entry, config.rope_dim))
     return jnp.stack(entries)
 
 
@@ -205,7 +205,9 @@ def attend_block(
     frequencies = rope_frequencies(config, AttentionType.SWA)
     latent, kv = project_input(params, x, config)
     queries = rotated_queries(params, latent, positions, frequencies, config)
-    own = fmt.round_entry(window_entry(params, kv, positions, frequencies, config), config.rope_dim)
+    own = fmt.round_window(
+        window_entry(params, kv, positions, frequencies, config), config.rope_dim
+    )
     keys = jnp.concatenate([context, own], axis=1)[:, None]  # [B, 1, T + N, C]
     valid = jnp.concatenate([is_context, jnp.ones(own.shape[:2], bool)], axis=1)[:, None]
     attended = attend(queries, keys, valid, params.attn_sink, scale=config.head_dim**-0.5)

@@ -57,7 +57,7 @@ def forward(
       ValueError: `token_ids` has another rank or dtype or, outside jit, an id is out of range; an
         argument is of another type; `params` are of another model or lack its Engram tables; or
         there is no such format or form.
-      NotImplementedError: entries are shared, and the format is neither `f32` nor `bf16`.
+      NotImplementedError: entries are shared, and the format rotates index keys.
 
     Source: deepseek_v4.md section 1.1, deepseek_v41.md section 5.
     """
@@ -138,7 +138,6 @@ def _run(
     checks.in_range("token_ids", token_ids, 0, config.vocab_size)
     checks.choice("activations", activations, ACTIVATIONS)
     chosen = choose_cache_format(config, cache_format, "f32")
-    _check_rounding(config, chosen)
     fmt = get_cache_format(chosen)
     if selector is not None and not callable(selector):
         checks.refuse("selector", "a function or None", selector)
@@ -185,16 +184,3 @@ def _engram_rows(params: DSV4Params, token_ids: jax.Array, config: DSV4Config) -
             f"{None if params.engram is None else params.engram.config}; load_checkpoint gives them"
         )
     return look_up_rows(params.engram, token_ids)
-
-
-def _check_rounding(config: DSV4Config, cache_format: FormatName) -> None:
-    """Refuses formats that rotate keys, or store other dims than a model with shared entries does.
-
-    Raises:
-      NotImplementedError: it is such a format.
-    """
-    if config.sources is not None and cache_format not in ("f32", "bf16"):
-        raise NotImplementedError(
-            "cache_format must be 'f32' or 'bf16' for a DeepSeek-V4.1 model, whose own formats of "
-            f"entries, windows and index keys are not there yet, got {cache_format!r}"
-        )

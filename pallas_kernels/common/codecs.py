@@ -9,11 +9,18 @@ A codec stores a vector as *planes*: a dict of arrays that share their leading a
     FP8 keys         codes u8[IC] E4M3 | scale f32[]
     NVFP4 keys       codes u8[IC / 2] E2M1 pairs | scale u8[IC / 16] E4M3, global scale 1
 
-In memory the signs of MXFP4 codes are interleaved, for kernels that unpack them; in published pages
-they are not. Entries are rounded to bf16 before they are quantised; FP8 and FP4 keys, and the
-queries that meet them, are Hadamard-rotated and rounded to bf16 first.
+and of DeepSeek-V4.1
 
-Source: deepseek_v4.md sections 4.2 to 4.4.
+    whole FP8        codes u8[C] E4M3 | scale u8[C / 32] UE8M0
+    FP4 entries      codes u8[C / 2] E2M1 pairs | scale u8[C / 16] E4M3, global scale 1
+    MXFP4 keys       as above
+
+In memory the signs of MXFP4 codes are interleaved, for kernels that unpack them; in published pages
+they are not. V4's entries are rounded to bf16 before they are quantised; its FP8 and FP4 keys, and
+the queries that meet them, are Hadamard-rotated and rounded to bf16 first. V4.1's vectors are
+quantised as they are.
+
+Source: deepseek_v4.md sections 4.2 to 4.4, deepseek_v41.md section 10.
 """
 
 from __future__ import annotations
@@ -161,6 +168,44 @@ class GroupedFP8Codec:
 
 
 @dataclasses.dataclass(frozen=True)
+class WholeFP8Codec:
+    """The window entry of DeepSeek-V4.1: all dims in E4M3, with one UE8M0 scale per 32."""
+
+    rotated: bool = False
+    group: int = 32
+
+    def plane_shapes(self, dim: int, rope_dim: int) -> PlaneShapes:
+        """See `Codec`."""
+        return {
+            "codes": jax.ShapeDtypeStruct((dim,), jnp.uint8),
+            "scale": jax.ShapeDtypeStruct((pl.cdiv(dim, self.group),), jnp.uint8),
+        }
+
+    def encode(self, x: jax.Array, rope_dim: int) -> Planes:
+        """See `Codec`."""
+        groups = numbers.split_groups(x.astype(jnp.float32), self.group)
+        amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), _AMAX_FLOOR)
+        scale = numbers.encode_ue8m0(amax * numbers.INV_448)
+        code = numbers.encode_e4m3(groups * numbers.invert_ue8m0(scale)[..., None])
+        return {"codes": numbers.join_groups(code, x.shape[-1]), "scale": scale}
+
+    def decode(self, planes: Planes, dim: int) -> jax.Array:
+        """See `Codec`."""
+        groups = numbers.split_groups(numbers.decode_e4m3(planes["codes"]), self.group)
+        values = groups * numbers.decode_ue8m0(planes["scale"])[..., None]
+        return numbers.join_groups(values, planes["codes"].shape[-1])
+
+    def to_pages(self, planes: Planes) -> jax.Array:
+        """See `Codec`: all codes, then all scales."""
+        return pages.pack([["codes"], ["scale"]], planes, multiple=1)
+
+    def from_pages(self, page_bytes: jax.Array, entries_per_page: int, dim: int) -> Planes:
+        """See `Codec`."""
+        shapes = self.plane_shapes(dim, 0)
+        return pages.unpack([["codes"], ["scale"]], shapes, page_bytes, entries_per_page)
+
+
+@dataclasses.dataclass(frozen=True)
 class ScaledFP8Codec:
     """E4M3 with one f32 scale per entry, rope dims in bf16: the original PyTorch cache's entry."""
 
@@ -236,7 +281,8 @@ class FP8KeyCodec:
 class FP4KeyCodec:
     """Index keys in E2M1: MXFP4 (UE8M0 scale per 32) or NVFP4 (E4M3 per 16, global scale 1).
 
-    Stored codes are the published pairs, but for the signs of MXFP4: see `interleaves_signs`.
+    Not `rotated`, the first is DeepSeek-V4.1's index key and the second its entry. Stored codes are
+    the published pairs, but for the signs of MXFP4: see `interleaves_signs`.
     """
 
     group: int
@@ -266,7 +312,8 @@ class FP4KeyCodec:
 
     def _quantize(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """E2M1 codes u8[..., IC], one a byte, and the scales of groups."""
-        groups = numbers.split_groups(_rotate_and_round(x), self.group)
+        x = _rotate_and_round(x) if self.rotated else x.astype(jnp.float32)
+        groups = numbers.split_groups(x, self.group)
         amax = jnp.max(jnp.abs(groups), axis=-1)
         if self.power_of_two:
             scale = numbers.encode_ue8m0(

@@ -23,6 +23,7 @@ from pallas_kernels.common.codecs import (
     GroupedFP8Codec,
     PlainCodec,
     ScaledFP8Codec,
+    WholeFP8Codec,
 )
 from pallas_kernels.gpu import triton
 from pallas_kernels.gpu.triton_rope import beside, join_neighbours, round_to_dtype, split_neighbours
@@ -70,6 +71,8 @@ def encode(codec: Codec, x: jax.Array, *, dim: int, rope_dim: int) -> dict[str, 
             return _encode_grouped(codec, x, dim - rope_dim, rope_dim)
         case ScaledFP8Codec():
             return _encode_scaled(x, dim - rope_dim, rope_dim)
+        case WholeFP8Codec():
+            return _encode_whole(codec, x, dim)
         case FP8KeyCodec():
             return _encode_fp8_key(x, dim)
         case FP4KeyCodec():
@@ -188,6 +191,17 @@ def _encode_grouped(
     }
 
 
+def _encode_whole(codec: WholeFP8Codec, x: jax.Array, dim: int) -> dict[str, Lanes]:
+    groups = x.reshape(-1, codec.group)  # lanes from `dim` on are zeros
+    amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=1), _AMAX_FLOOR)
+    scale = numbers.encode_ue8m0(amax * numbers.INV_448)
+    code = triton.encode_e4m3(groups * numbers.invert_ue8m0(scale)[:, None])
+    return {
+        "codes": Lanes(code.reshape(x.shape).astype(jnp.uint32), 0, dim, bits=8),
+        "scale": Lanes(scale.astype(jnp.uint32), 0, pl.cdiv(dim, codec.group), bits=8),
+    }
+
+
 def _encode_scaled(x: jax.Array, nope_dim: int, rope_dim: int) -> dict[str, Lanes]:
     x = round_to_dtype(x, jnp.bfloat16)
     nope = jnp.where(jnp.arange(x.shape[0]) < nope_dim, x, 0.0)
@@ -241,11 +255,11 @@ def _quantize_fp4_key(
     codec: FP4KeyCodec, x: jax.Array, dim: int
 ) -> tuple[list[jax.Array], jax.Array]:
     """f32[..., width] -> E2M1 codes u8[g, group / n] of n neighbours of groups; scales u8[g]."""
-    rotated = hadamard_rotate(x, dim)
-    parts = [
-        round_to_dtype(part, jnp.bfloat16).reshape(-1, codec.group // len(rotated))
-        for part in rotated
-    ]
+    if codec.rotated:
+        parts = [round_to_dtype(part, jnp.bfloat16) for part in hadamard_rotate(x, dim)]
+    else:
+        parts = split_neighbours(x, _NEIGHBOURS if dim % _WORD_CODES == 0 else 1)
+    parts = [part.reshape(-1, codec.group // len(parts)) for part in parts]
     largest = functools.reduce(jnp.maximum, [jnp.abs(part) for part in parts])
     amax = jnp.max(largest, axis=1)
     if codec.power_of_two:

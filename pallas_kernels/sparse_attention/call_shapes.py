@@ -20,6 +20,7 @@ from pallas_kernels.gpu import devices, mosaic, mosaic_memory
 
 TILE, HEADS, GROUP = 64, 64, 64
 """Keys of a tile, heads of a CTA, columns that share a scale and are fetched together."""
+_DECODED = codecs.PlainCodec, codecs.GroupedFP8Codec, codecs.ScaledFP8Codec
 FEW_HEADS = 8
 """Rows of shared memory that a bulk copy brings: fewer than 64 heads are a multiple of them."""
 MAX_DIM = 512
@@ -72,6 +73,8 @@ def find_obstacle(queries: jax.Array, ring: LayerPlanes) -> str | None:
         return f"takes bf16 queries, for its products are of bf16, got {queries.dtype}"
     if ring.codec == codecs.PlainCodec("float32"):
         return "would round keys of cache format 'f32' to bf16"
+    if not isinstance(ring.codec, _DECODED):
+        return f"decodes entries of {[each.__name__ for each in _DECODED]}, got {ring.codec}"
     if num_heads % (HEADS if num_heads > HEADS else FEW_HEADS) or dim % (4 * GROUP):
         return (
             f"needs H % {HEADS} == 0, or H % {FEW_HEADS} == 0 below it, and C % {4 * GROUP} == 0, "

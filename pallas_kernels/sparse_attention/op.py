@@ -60,6 +60,7 @@ def sparse_attention(
     scale: float,
     frequencies: jax.Array | None = None,
     query_eps: float | None = None,
+    apart: bool = False,
     backend: Backend | None = None,
 ) -> jax.Array:
     """One softmax over window and entries, with a sink; an entry is key and value.
@@ -82,8 +83,8 @@ def sparse_attention(
       sink: f32[H], a logit that adds to the denominator only.
       ring: planes [L, NS, W, ...], position p in row p % W, before the call's tokens are written.
       rows: planes [T, ...], the call's own window entries.
-      pool: planes [L, NB, EB, ...] of entries, with the ring's layer and codec; None for the window
-        alone.
+      pool: planes [L, NB, EB, ...] of entries, with the ring's layer and codec, unless it is
+        `apart`; None for the window alone.
       selected: i32[T, K], entries each query attends to, -1 for none; None for the window alone.
       call: where the tokens belong. A token without a slot is padding, and gives zeros. Of
         `selected` only the first `visible` places of a token may hold an entry: a kernel need not
@@ -93,6 +94,8 @@ def sparse_attention(
         position; None leaves it out.
       query_eps: floor of an RMS norm of each head, which with RoPE precedes the rest, as
         `encode_tokens` does it; it wants `frequencies`. None is of queries that are ready.
+      apart: the pool has a layer number and a codec of its own, as where layers read entries that
+        another one made; static. No kernel takes that.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
@@ -115,6 +118,7 @@ def sparse_attention(
         scale=scale,
         frequencies=frequencies,
         query_eps=query_eps,
+        apart=apart,
     )
     return run("sparse_attention", backend, _IMPLEMENTATIONS, arguments)
 
@@ -128,6 +132,8 @@ def run[Result](
     """Checks the arguments of an op of that name, picks its implementation and calls it."""
     arguments = _checked(arguments)
     obstacle = call_shapes.find_obstacle(arguments.queries, arguments.ring)
+    if arguments.apart:
+        obstacle = "takes entries of the ring's layer and codec, got a pool that is apart"
     query_eps = arguments.query_eps
     is_triton = isinstance(backend, str) and backend == Backend.TRITON_GPU
     if is_triton and query_eps is not None:
@@ -185,7 +191,8 @@ def _checked(arguments: Arguments) -> Arguments:
         check_same_length("T", queries=queries, selected=selected)
         check_indices(selected=selected)
         check_stored("pool", pool, queries.shape[-1])
-        _check_same_layer(ring, pool)
+        if not arguments.apart:
+            _check_same_layer(ring, pool)
     scale = check_number("scale", arguments.scale)
     if query_eps is not None:
         query_eps = check_number("query_eps", query_eps, 0)

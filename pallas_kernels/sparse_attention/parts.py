@@ -48,6 +48,7 @@ def attend_in_part(
     call: CallIndices,
     *,
     scale: float,
+    apart: bool = False,
     backend: Backend | None = None,
 ) -> AttentionPart:
     """Attends to some of the keys of each token, for `join_parts`.
@@ -68,6 +69,7 @@ def attend_in_part(
       call: as there, with the table of the blocks that are here. A token whose position is -1 has
         no window.
       scale: factor of the logits.
+      apart: as in `sparse_attention`.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
@@ -88,6 +90,7 @@ def attend_in_part(
         selected=selected,
         call=call,
         scale=scale,
+        apart=apart,
     )
     return op.run("attend_in_part", backend, _ATTEND, arguments)
 

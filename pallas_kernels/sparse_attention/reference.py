@@ -44,6 +44,7 @@ class Arguments(NamedTuple):
     scale: float
     frequencies: jax.Array | None = None
     query_eps: float | None = None
+    apart: bool = False
 
 
 class AttentionPart(NamedTuple):

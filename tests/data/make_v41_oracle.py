@@ -4,10 +4,14 @@ transformers has no DeepSeek-V4.1. The oracle is a NumPy model in float64, writt
 deepseek_v41.md and compared with DeepSeek's released code as that document says. It is not part of
 this repository: this script takes the path of a module that has
 
-    Oracle(config, tensors, tokenizer_json).row(token_ids)
+    Oracle(config, tensors, tokenizer_json, dtype, quant).row(token_ids)
 
-where `config` is a `config.json`, `tensors` {name of the release: (array, "F32")}, and a row gives
-{name: array [T, ...]}. Run by hand (python 3.12, numpy 2.5.1 wrote the committed files):
+and `trip_fp8`, `trip_fp4_e4m3` and `trip_mxfp4`, its round trips of windows, entries and keys.
+There `config` is a `config.json`, `tensors` {name of the release: (array, "F32")}, and a row gives
+{name: array [T, ...]}. With `quant` "cache" it rounds as a cache in the model's own formats does:
+the files oracle_v41_<preset>_cache.npz. quant_v41.npz has what the round trips alone make of
+vectors with ties, zeros and values of all sizes. Run by hand (python 3.12, numpy 2.5.1 wrote the
+committed files):
 
     PYTHONPATH=.:tests python tests/data/make_v41_oracle.py ORACLE.py [preset ...]
 
@@ -68,11 +72,11 @@ def rows_first(name, array, tokens):
     return array[0, :tokens] if last == "kv" and name.startswith("L") else array
 
 
-def make(oracle, preset):
+def make(oracle, preset, quant="none"):
     said, seed = v41.contents(preset), SEEDS[preset]
     weights = v41.draw_weights(DSV4Config.from_hf(said), seed)
     tensors = {name: (array, "F32") for name, array in weights.items()}
-    model = oracle.Oracle(said, tensors, v41.tokenizer_json(), np.float64)
+    model = oracle.Oracle(said, tensors, v41.tokenizer_json(), np.float64, quant)
     batch, tokens = SIZES[preset]
     vocab = said["text_config"]["vocab_size"]
     token_ids = np.random.default_rng(seed + 1).integers(0, vocab, (batch, tokens))
@@ -88,9 +92,9 @@ def make(oracle, preset):
             found[name] = array.astype(np.int32 if last == "engram/hash" else kind)
         elif any(part in name for part in SKIPPED) or last == "gate/indices":
             continue
-        elif preset == "tiny" or last in FEW or name in FEW:
+        elif (preset == "tiny" and quant == "none") or last in FEW or name in FEW:
             found[name] = v41.sample(array).astype(np.float32)
-    file = v41.oracle_path(preset)
+    file = v41.oracle_path(preset if quant == "none" else f"{preset}_{quant}")
     np.savez_compressed(
         file,
         **found,
@@ -103,7 +107,23 @@ def make(oracle, preset):
     print(f"{preset}: {file.stat().st_size / 1e6:.2f} MB, least margin {least:.1e}")
 
 
+def make_round_trips(oracle):
+    rng = np.random.default_rng(0)
+    whole = np.round(rng.normal(size=(24, 128)) * 64) / 16  # many of them halfway between codes
+    wide = rng.normal(size=(24, 128)) * np.exp2(rng.integers(-24, 12, (24, 1)))
+    spread = rng.normal(size=(8, 128)) * np.exp2(rng.integers(-12, 6, (8, 128)))
+    x = np.concatenate([whole, wide, spread]).astype(np.float32)
+    x[3], x[4, :40], x[5, ::2] = 0, 0, -0.0
+    trips = ("trip_fp8", "trip_fp4_e4m3", "trip_mxfp4")
+    np.savez_compressed(
+        v41.DATA / "quant_v41.npz", x=x, **{name: getattr(oracle, name)(x) for name in trips}
+    )
+
+
 if __name__ == "__main__":
     module = load(sys.argv[1])
-    for name in sys.argv[2:] or v41.PRESETS:
-        make(module, name)
+    for name in sys.argv[2:] or [*v41.PRESETS, "tiny_cache", "engram_cache", "trips"]:
+        if name == "trips":
+            make_round_trips(module)
+        else:
+            make(module, *name.split("_"))

@@ -46,7 +46,7 @@ def empty_layer(fmt, kind):
     entry = fmt.entry.plane_shapes(C, ROPE)
     lead = (NUM_LAYERS, NUM_BLOCKS, EB)
     layer = {
-        "window": poison(entry, NUM_LAYERS, NUM_SLOTS, WINDOW),
+        "window": poison(fmt.ring.plane_shapes(C, ROPE), NUM_LAYERS, NUM_SLOTS, WINDOW),
         "entries": poison(entry, *lead),
     }
     if kind == "csa":
@@ -105,7 +105,7 @@ def encode_flush_and_append(
         new["kv"],
         norm_rope,
         call.positions,
-        codec=fmt.entry,
+        codec=fmt.ring,
         backend=backend,
     )
     rotated, flushed = {"queries": queries}, where | {"eps": norm_rope.eps, "backend": backend}
@@ -132,7 +132,7 @@ def append_and_flush(window, compressors, new, call, norm_rope, fmt, *, compress
     done = pk.append_and_flush(
         new["queries"],
         new["kv"],
-        pk.LayerPlanes(window, CASE_LAYER, fmt.entry),
+        pk.LayerPlanes(window, CASE_LAYER, fmt.ring),
         compressors,
         call,
         norm_rope,
@@ -283,7 +283,7 @@ def assert_stored_alike(fmt, actual, expected):
     """The layers hold the same but for roundings that MAX_SHARE and the pools' bound allow."""
     actual, expected = dict(actual), dict(expected)
     families = {
-        "window": (fmt.entry, C),
+        "window": (fmt.ring, C),
         "entries": (fmt.entry, C),
         "index_keys": (fmt.index_key, IC),
     }

@@ -39,7 +39,7 @@ def f32(*shape, fill=0.0):
 @pytest.mark.parametrize("attn", [SWA, CSA, HCA])
 def test_window_holds_w_entries_of_the_format(attn, cache_format):
     pool = make(attn, cache_format)
-    shapes = pool.schema.format.entry.plane_shapes(32, 8)
+    shapes = pool.schema.format.ring.plane_shapes(32, 8)
     lead = (NUM_LAYERS, NUM_SLOTS, 16)
     expected = {name: jnp.zeros((*lead, *s.shape), s.dtype) for name, s in shapes.items()}
     chex.assert_trees_all_equal_shapes_and_dtypes(pool.window, expected)

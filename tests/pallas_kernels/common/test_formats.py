@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from helpers import page_reader, slow
 from helpers.page_reader import E2M1, E4M3, ue8m0_values
-from pallas_kernels import CACHE_FORMATS, get_cache_format
+from pallas_kernels import CACHE_FORMATS, CODECS, get_cache_format
 
-GOLDEN = pathlib.Path(__file__).parents[2] / "data" / "quant_vectors.npz"
+DATA = pathlib.Path(__file__).parents[2] / "data"
+GOLDEN = DATA / "quant_vectors.npz"
 HEAD, ROPE, INDEX = 512, 64, 128  # the released sizes
 
 GROUPED = CACHE_FORMATS["fp8_ue8m0"].entry
@@ -281,12 +282,46 @@ def test_a_short_group_of_a_key_is_one_filled_up_with_zeros(name, dim):
         ("fp8_ue8m0", 584, 68),
         ("fp8_ue8m0_fp8_index", 584, 132),
         ("fp8_per_entry", 580, 72),
+        ("fp4_e4m3", 288, 68),
     ],
 )
 def test_an_entry_and_a_key_have_the_published_sizes(name, entry_bytes, key_bytes):
     fmt = get_cache_format(name)
     assert fmt.entry_bytes(HEAD, ROPE) == entry_bytes
     assert fmt.index_key_bytes(INDEX) == key_bytes
+    assert fmt.window_bytes(HEAD, ROPE) == (528 if name == "fp4_e4m3" else entry_bytes)
+
+
+@both_modes
+@pytest.mark.parametrize(
+    ("codec", "trip"),
+    [
+        ("whole_fp8", "trip_fp8"),
+        ("fp4_entry", "trip_fp4_e4m3"),
+        ("unrotated_mxfp4_key", "trip_mxfp4"),
+    ],
+)
+def test_round_trips_of_v41_are_those_of_its_oracle(codec, trip, jitted):
+    """Bit for bit: ties, zeros of either sign, and values below and above what scales hold."""
+    codec = CODECS[codec]
+    with np.load(DATA / "quant_v41.npz") as file:
+        x, wanted = file["x"], file[trip]
+    dim = x.shape[-1]
+    found = decode(codec, encode(codec, x, 8, jitted=jitted, padded=False), dim, jitted=jitted)
+    np.testing.assert_array_equal(np.asarray(found).view(np.uint32), wanted.view(np.uint32))
+    np.testing.assert_array_equal(as_bf16(wanted), wanted)  # which BF16 holds, as products take it
+    page = jax.jit(codec.to_pages)(encode(codec, x, padded=False))
+    back = jax.jit(codec.from_pages, static_argnums=(1, 2))(page, len(x), dim)
+    assert_same_bits(back, encode(codec, x, padded=False))
+
+
+def test_keys_of_v41_are_not_those_of_v4():
+    """Which a Hadamard matrix turns before they are rounded."""
+    x, ours = ordinary(8, INDEX), CODECS["unrotated_mxfp4_key"]
+    assert not ours.rotated
+    once = decode(ours, encode(ours, x), INDEX)
+    assert np.abs(once - x).max() < np.abs(x).max() / 4
+    assert np.abs(decode(MXFP4, encode(MXFP4, x), INDEX) - x).max() > np.abs(x).max() / 4
 
 
 @pytest.mark.parametrize(
@@ -295,7 +330,8 @@ def test_an_entry_and_a_key_have_the_published_sizes(name, entry_bytes, key_byte
 @each_format
 def test_planes_are_the_declared_ones(name, dim, rope_dim, index_dim):
     fmt = get_cache_format(name)
-    for codec, width, rope in ((fmt.entry, dim, rope_dim), (fmt.index_key, index_dim, 0)):
+    entries = ((fmt.entry, dim, rope_dim), (fmt.ring, dim, rope_dim))
+    for codec, width, rope in (*entries, (fmt.index_key, index_dim, 0)):
         for lead in ((), (3,), (2, 0, 5)):
             x = jax.ShapeDtypeStruct((*lead, width), jnp.float32)
             planes = jax.eval_shape(lambda x, c=codec, r=rope: c.encode(x, r), x)

@@ -24,6 +24,7 @@ FREQUENCIES = 160000.0 ** -(np.arange(ROPE // 2, dtype=np.float32) / np.float32(
 POSITIONS = [0, 1, 7, 127, 65_535, 1_000_000]
 KEYS = {"f32": "f32", "bf16": "bf16", "mxfp4": "fp8_ue8m0", "fp8": "fp8_ue8m0_fp8_index"}
 KEYS["nvfp4"] = "fp8_per_entry"
+KEYS["mxfp4 of V4.1"] = "fp4_e4m3"
 each_key = pytest.mark.parametrize("key", KEYS)
 each_key_and_dtype = pytest.mark.parametrize(
     ("key", "dtype"),
