@@ -31,7 +31,7 @@ ROOMS = {
     "schemas": {"checks"},
     "config": {"checks", "rules", "regular_files", "lines"},
     "engram": {"checks", "config"},
-    "cache": {"checks", "mesh", "collectives", "config"},
+    "cache": {"checks", "mesh", "collectives", "config", "engram"},
     "allocator": {"checks", "mesh", "config", "cache"},
     "attention": {"checks", "mesh", "collectives", "linear", "config", "cache"},
     "model": {"checks", "rules", "mesh", "peers", "collectives", "linear", "config", "cache"}
@@ -127,7 +127,7 @@ ROOMS = {
 }
 """What each room of `dsv4_jax` imports besides `pallas_kernels`; no room may import back."""
 
-POOL_ARRAYS = {"entries", "index_keys", "window", "tail", "index_tail", "running"}
+POOL_ARRAYS = {"entries", "index_keys", "window", "tail", "index_tail", "running", "pending"}
 """Attributes of `PagedKVPool` and `StateCachePool` that are arrays."""
 
 OPEN_POOLS = {
@@ -137,6 +137,9 @@ OPEN_POOLS = {
     "cache/append.py",
     "cache/commit.py",
     "cache/draft_blocks.py",
+    "cache/made_entries.py",
+    "cache/new_tokens.py",
+    "cache/token_ids.py",
     "cache/snapshots.py",
     "cache/views.py",  # what the original interface shows
     "cache/original.py",

@@ -55,7 +55,10 @@ def scan_rows(cache: ModelCache) -> dict[str, RowScan]:
             keys = list(pool.index_keys.values())
             scans[f"{attn}.index_keys"] = _scan(FamilyKind.ENTRIES, keys)
     for attn, pool in cache.state.items():
-        scans[f"{attn}.window"] = _scan(FamilyKind.WINDOW, list(pool.window.values()))
+        if pool.window:
+            scans[f"{attn}.window"] = _scan(FamilyKind.WINDOW, list(pool.window.values()))
+        if pool.pending is not None:
+            scans[f"{attn}.pending"] = _scan(FamilyKind.STATE, list(pool.pending.values()))
         for name in ("tail", "index_tail"):
             planes = getattr(pool, name)
             if planes is not None:

@@ -51,8 +51,11 @@ def rings_of(cache: ModelCache, length: int) -> dict[str, Ring]:
     rings = {}
     for attn, pool in cache.state.items():
         schema = pool.schema
-        rings[f"{attn}.window"] = Ring(schema.swa_window_size, schema.swa_window_size)
+        if pool.window:
+            rings[f"{attn}.window"] = Ring(schema.swa_window_size, schema.swa_window_size)
         compression_ratio = schema.compression_ratio
+        if pool.pending is not None:
+            rings[f"{attn}.pending"] = Ring(length % compression_ratio, schema.pending_tokens)
         for name in ("tail", "index_tail"):
             if getattr(pool, name) is not None:
                 # The b-stream lives for the next window, the a-stream for its own.

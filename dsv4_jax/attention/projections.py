@@ -58,8 +58,9 @@ class ProjectedTokens(NamedTuple):
     Attributes:
       latent: [T, ql], the query latent; its norm may be left to who reads it.
       kv: [T, C], the window entry before norm and RoPE.
-      compressor: of CSA and HCA layers.
-      indexer: of the compressor of index keys, on CSA layers.
+      compressor: of CSA and HCA layers that make entries; scores of one-token entries are their
+        values, which nobody reads.
+      indexer: of the compressor of index keys, on CSA layers that have one.
       index_weights: f32[T, IH], of index heads, where they select.
     """
 
@@ -92,6 +93,10 @@ def project_tokens(
     if indexer is not None and indexer.compressor is not None:
         compressors.append(indexer.compressor)
     dense, biases = weights_and_biases(compressors)
+    source = params.source
+    if source is not None:
+        dense = [source.wkv] if source.wgate is None else [source.wkv, source.wgate]
+        biases = [None] * len(dense)
     if selects:
         assert indexer is not None
         dense, biases = [*dense, indexer.weights_proj], [*biases, None]
@@ -105,6 +110,9 @@ def project_tokens(
         eps=config.rms_norm_eps,
     )
     last = products.pop() if selects else None
+    if source is not None:
+        new = Projections(values=products[0], scores=products[-1])
+        return ProjectedTokens(latent, finish(kv), compressor=new, index_weights=last)
     pairs = zip(products[::2], products[1::2], strict=True)
     new = [
         repool(

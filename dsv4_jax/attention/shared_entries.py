@@ -13,12 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.attention.compressor import pool_windows
 from dsv4_jax.attention.params import SourceParams
-from dsv4_jax.attention.selection import Selection, to_mask, visible_entries
+from dsv4_jax.attention.selection import Selection, to_mask
+from dsv4_jax.cache.candidates import best_blocks
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.sources import Candidates
 from dsv4_jax.linear import linear
 from pallas_kernels.common.norm_rope import rms_norm, rotate
-from pallas_kernels.select_top_k.reference import select_top_k
 
 
 class Shared(NamedTuple):
@@ -82,14 +82,7 @@ def choose_candidates(selection: Selection, candidates: Candidates) -> jax.Array
     highest, of equals the first; the block of its newest entry is always one of them.
     """
     size, num_entries = candidates.block_size, selection.scores.shape[-1]
-    num_blocks = -(-num_entries // size)
-    seen = jnp.where(visible_entries(selection), selection.scores, -jnp.inf)
-    spare = [(0, 0), (0, 0), (0, num_blocks * size - num_entries)]
-    padded = jnp.pad(seen, spare, constant_values=-jnp.inf)
-    best = jnp.max(padded.reshape(*seen.shape[:-1], num_blocks, size), axis=-1)
-    visible = selection.visible
-    newest = jnp.arange(num_blocks)[None, None] == ((visible - 1) // size)[..., None]
-    best = jnp.where(newest & (visible > 0)[..., None], jnp.inf, best)
-    kept = select_top_k(best, -(-visible // size), min(candidates.blocks, num_blocks))
-    whole = jnp.repeat(to_mask(kept, num_blocks), size, axis=-1)[..., :num_entries]
+    kept = best_blocks(selection.scores, selection.visible, candidates)
+    mask = to_mask(kept, -(-num_entries // size))
+    whole = jnp.repeat(mask, size, axis=-1)[..., :num_entries]
     return checkpoint_name(whole, "idx/candidates")

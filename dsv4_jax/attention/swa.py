@@ -44,7 +44,12 @@ def swa_attention(
     new = project_tokens(params, x, handle.positions, config)
     queries, _ = project_queries(params, new.latent, config)
     tokens = LayerTokens(queries=queries, kv=new.kv)
-    norms = LayerNorms(kv=params.kv_norm, frequencies=frequencies, eps=config.rms_norm_eps)
+    norms = LayerNorms(
+        kv=params.kv_norm,
+        frequencies=frequencies,
+        eps=config.rms_norm_eps,
+        norms_queries=config.query_norm,
+    )
     handle, appended = handle.append(tokens, norms, attends_next=True)
     attended = handle.attend(appended.queries, params.attn_sink, None, frequencies)
     return handle, appended.new_tokens, output(params, attended.astype(x.dtype), config)

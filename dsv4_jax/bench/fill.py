@@ -89,26 +89,33 @@ def _fill_paged(pool: PagedKVPool, seed: jax.Array) -> PagedKVPool:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _fill_state(pool: StateCachePool, seed: jax.Array) -> StateCachePool:
-    schema = pool.schema
-    window = _fill_planes(
-        pool.window,
-        schema.format.ring,
-        schema.entry_head_dim,
-        schema.rope_dim,
-        seed + np.uint32(3),
-    )
+    schema, window = pool.schema, pool.window
+    if window and "ids" not in window:  # which are numbers of tokens, and -1 before the first
+        window = _fill_planes(
+            window,
+            schema.format.ring,
+            schema.entry_head_dim,
+            schema.rope_dim,
+            seed + np.uint32(3),
+        )
 
     def fill(array: jax.Array) -> jax.Array:
         return uniform(array.shape, seed + np.uint32(array.shape[-1]))
 
     tails = jax.tree.map(fill, (pool.tail, pool.index_tail))
+    pending = jax.tree.map(fill, pool.pending)
     running = pool.running
     if running is not None:  # largest score, sum of exponentials (1 or more), sum times a value
         largest, total, value = (fill(running[:, :, row]) for row in range(3))
         total = 1 + jnp.abs(total)
         running = jnp.stack([largest, total, total * value], axis=2)
     return dataclasses.replace(
-        pool, window=window, tail=tails[0], index_tail=tails[1], running=running
+        pool,
+        window=window,
+        tail=tails[0],
+        index_tail=tails[1],
+        running=running,
+        pending=pending,
     )
 
 

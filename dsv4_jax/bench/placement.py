@@ -11,8 +11,6 @@ from jax.sharding import AbstractMesh
 
 from dsv4_jax.allocator.pool_plan import PoolPlan, plan_pools
 from dsv4_jax.bench.workspace import workspace_bytes
-from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT, blocks_of
-from dsv4_jax.cache.shared_entries import bytes_per_block, bytes_per_request
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import AXES
 from dsv4_jax.model.params import DSV4Params, param_shapes
@@ -96,7 +94,7 @@ def place(
     model: int,
     gpu_bytes: int,
     context: int,
-    cache_format: str = DEFAULT_CACHE_FORMAT,
+    cache_format: str | None = None,
     weights: str = STORED,
     step_tokens: int = STEP_TOKENS,
     split_cache: bool = False,
@@ -109,7 +107,7 @@ def place(
       model: devices of a data shard.
       gpu_bytes: memory of a device.
       context: most tokens of a request.
-      cache_format: name of the storage format.
+      cache_format: name of the storage format; None is the model's own.
       weights: as of `param_shapes`.
       step_tokens: tokens of a data shard's largest step.
       split_cache: blocks are dealt over `model`; else the cache is replicated over it.
@@ -117,6 +115,8 @@ def place(
     Raises:
       ValueError: a size of the model does not divide over the mesh, or there is no such format.
     """
+    if split_cache and config.sources is not None:
+        raise ValueError("split_cache deals no blocks of a model whose layers share entries")
     mesh = AbstractMesh((data, model), AXES)
     shapes = param_shapes(config, weights=weights)
     params = jax.tree.map(
@@ -137,33 +137,15 @@ def place(
             logit_rows=step_tokens,
             split_cache=split_cache,
         ),
-        pools=_pools(config, context, cache_format, block_parts=model if split_cache else 1),
-        max_context_tokens=config.max_position_embeddings,
-        gpu_bytes=gpu_bytes,
-    )
-
-
-def _pools(config: DSV4Config, context: int, cache_format: str, *, block_parts: int) -> PoolPlan:
-    """Pools of one request; where layers share entries by formula, since no cache has them yet."""
-    if config.sources is None:
-        return plan_pools(
+        pools=plan_pools(
             config,
             max_requests=1,
             max_context_tokens=context,
             cache_format=cache_format,
-            block_parts=block_parts,
-        )
-    per_request = bytes_per_request(config, cache_format)
-    return PoolPlan(
-        max_requests=1,
-        max_context_tokens=context,
-        block_tokens=config.block_tokens,
-        num_blocks=blocks_of(config, context),
-        num_snapshots=0,
-        bytes_per_slot=per_request,
-        bytes_per_block=bytes_per_block(config, cache_format),
-        bytes_per_snapshot=per_request,
-        block_parts=block_parts,
+            block_parts=model if split_cache else 1,
+        ),
+        max_context_tokens=config.max_position_embeddings,
+        gpu_bytes=gpu_bytes,
     )
 
 

@@ -20,6 +20,7 @@ from dsv4_jax.cache.paged_cache import PagedKVPool
 from dsv4_jax.cache.state_cache import StateCachePool
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Planes
+from pallas_kernels.common.norm_rope import rotate
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -29,8 +30,8 @@ class LayerTokens:
     Attributes:
       queries: [T, H, C], neither normed nor rotated.
       kv: [T, C], likewise.
-      compressor: projections on CSA and HCA layers, else None.
-      indexer: projections on CSA layers, else None.
+      compressor: projections on CSA and HCA layers that make entries, else None.
+      indexer: projections on CSA layers whose index keys have a compressor, else None.
       index_queries: [T, IH, IC], not rotated, on CSA layers that select; else None.
     """
 
@@ -51,6 +52,7 @@ class LayerNorms:
       indexer: [IC], norm weight of the index keys; None where there are none.
       frequencies: f32[R / 2], radians per position.
       eps: floor of the norms.
+      norms_queries: each query head is normed before it rotates.
     """
 
     kv: jax.Array
@@ -58,6 +60,7 @@ class LayerNorms:
     compressor: jax.Array | None = None
     indexer: jax.Array | None = None
     eps: float = flax.struct.field(pytree_node=False)
+    norms_queries: bool = flax.struct.field(pytree_node=False, default=True)
 
 
 class Appended(NamedTuple):
@@ -92,8 +95,11 @@ def append_in_place(
       call: the call's indices; no row has more than one token.
       layer: i32[], index into the pools' stacked arrays.
 
+    Queries are normed: a layer that leaves them as they are takes the other way.
+
     Source: deepseek_v4.md sections 1.3, 2, 3 and 4.
     """
+    assert norms.norms_queries
     state, paged = pools
     fmt = state.schema.format
     projections = (tokens.compressor, tokens.indexer)
@@ -135,7 +141,7 @@ def append_uncommitted(
     state, paged = pools
     fmt = state.schema.format
     queries, window = pk.encode_tokens(
-        tokens.queries if norms_queries else None,
+        tokens.queries if norms_queries and norms.norms_queries else None,
         tokens.kv,
         pk.NormRope(norms.kv, norms.frequencies, norms.eps),
         call.positions,
@@ -149,7 +155,10 @@ def append_uncommitted(
         index_queries = pk.round_index_queries(
             index_queries, norms.frequencies, call.positions, codec=fmt.index_key
         )
-    queries = tokens.queries if queries is None else queries
+    if queries is None:
+        queries = tokens.queries
+        if not norms.norms_queries:
+            queries = rotate(queries, call.positions[:, None], norms.frequencies)
     return (state, paged), Appended(queries, index_queries, new.window, new)
 
 

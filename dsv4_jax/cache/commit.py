@@ -108,6 +108,8 @@ def commit_tokens(
     Of several tokens that share a row of a ring, the last one is written. Within a step it is
     traced and lowered once for all layers of a type.
     """
+    if state.pending is not None:
+        return _commit_pending(state, new, call, layer=layer)
     rings, rows = [state.window], [new.window]
     for tail, projections in ((state.tail, new.compressor), (state.index_tail, new.indexer)):
         if tail is not None and projections is not None:
@@ -127,6 +129,18 @@ def commit_tokens(
     return dataclasses.replace(
         state, window=window, tail=tail, index_tail=index_tail, running=running
     )
+
+
+def _commit_pending(
+    state: StateCachePool, new: NewTokens, call: CallIndices, *, layer: jax.Array
+) -> StateCachePool:
+    assert state.pending is not None
+    assert new.compressor is not None
+    rings, rows = [state.pending], [new.compressor.planes]
+    (pending,), _ = pk.append_tokens(
+        rings, rows, None, None, call, layer=layer, compression_ratio=state.schema.ratio
+    )
+    return dataclasses.replace(state, pending=pending)
 
 
 def advance(cache: ModelCache, call: CallIndices) -> ModelCache:

@@ -21,9 +21,15 @@ from dsv4_jax.cache.schema import (
     check_selector,
     choose_cache_format,
     compute_block_budget,
+    ring_sizes,
     same_sizes,
 )
-from dsv4_jax.cache.state_cache import init_state_pool
+from dsv4_jax.cache.state_cache import (
+    TOKEN_IDS,
+    init_id_pool,
+    init_pending_pool,
+    init_state_pool,
+)
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import LayerSpec, draft_layers, layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
@@ -61,6 +67,8 @@ def init_cache(
     Raises:
       ValueError: an argument is out of range or does not divide over the mesh, there is no such
         format, or an idea's selector would need blocks that are split.
+      NotImplementedError: layers share entries, and `split_cache` is set or the format rotates
+        index keys.
     """
     split_cache = checks.flag("split_cache", split_cache)
     if mesh is not None:
@@ -75,6 +83,7 @@ def init_cache(
         )
     checks.instance("config", config, DSV4Config)
     check_selector(config, split_cache=split_cache)
+    _check_deals(config, split_cache=split_cache)
     max_requests = checks.integer("max_requests", max_requests, 1)
     max_context_tokens = checks.integer("max_context_tokens", max_context_tokens, 1)
     cache_format = choose_cache_format(config, cache_format)
@@ -93,7 +102,22 @@ def init_cache(
         table_shape=(max_requests, width),
         has_own_blocks=num_blocks is None,
         split_cache=split_cache,
+        look_back=_look_back(config),
     )
+
+
+def _check_deals(config: DSV4Config, *, split_cache: bool) -> None:
+    """Refuses to deal blocks of entries that layers share."""
+    if split_cache and config.sources is not None:
+        raise NotImplementedError(
+            "split_cache does not deal the blocks of a DeepSeek-V4.1 model, whose layers share "
+            "entries, over devices yet; leave it out"
+        )
+
+
+def _look_back(config: DSV4Config) -> int:
+    """Tokens before a token that its n-grams have; 0 of a model without Engram tables."""
+    return 0 if config.engram is None else config.engram.max_ngram - 1
 
 
 def _schedule(config: DSV4Config) -> tuple[LayerSpec, ...]:
@@ -114,6 +138,11 @@ def check_cache(config: DSV4Config, cache: ModelCache) -> None:
     checks.instance("cache", cache, ModelCache)
     checks.not_deleted("cache", cache)
     wanted = _schemas(config, cache.schemas[0].cache_format)
+    if (TOKEN_IDS in cache.state) != (config.engram is not None):
+        raise ValueError(
+            "cache must be one that init_cache made for config, got one of a model "
+            f"{'with' if config.engram is None else 'without'} Engram tables"
+        )
     if cache.schemas not in (wanted, wanted[: len(layer_schedule(config))]):
         pairs = itertools.zip_longest(cache.schemas, wanted)
         place = next(place for place, (found, own) in enumerate(pairs) if found != own)
@@ -125,24 +154,34 @@ def check_cache(config: DSV4Config, cache: ModelCache) -> None:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("schemas", "budget", "table_shape", "has_own_blocks", "split_cache")
+    jax.jit,
+    static_argnames=(
+        "schemas",
+        "budget",
+        "table_shape",
+        "has_own_blocks",
+        "split_cache",
+        "look_back",
+    ),
 )
 def _empty_cache(
     schemas: tuple[LayerCacheSchema, ...],
-    budget: tuple[tuple[AttentionType, int], ...],
+    budget: tuple[tuple[str, int], ...],
     *,
     table_shape: tuple[int, int],
     has_own_blocks: bool,
     split_cache: bool,
+    look_back: int,
 ) -> ModelCache:
     """All arrays by one program, which compiles faster than one for each of them.
 
     Args:
       schemas: of the layers.
-      budget: physical blocks, by attention type.
+      budget: physical blocks, by family of entries.
       table_shape: NS, LB.
       has_own_blocks: every slot has a full context of its own, else none.
       split_cache: as in `ModelCache`.
+      look_back: token ids that a slot keeps, or 0.
     """
     (max_requests, width), num_blocks = table_shape, dict(budget)
     table = jnp.full(table_shape, -1, jnp.int32)
@@ -151,12 +190,21 @@ def _empty_cache(
     state, paged = {}, {}
     for attn in AttentionType:
         family = [schema for schema in schemas if schema.attn_type == attn]
+        if family:
+            sizes = ring_sizes(family[0])
+            state[attn.value] = init_state_pool(sizes, max_requests, num_layers=len(family))
+    for name, blocks in num_blocks.items():
+        family = [schema for schema in schemas if schema.entry_family == name]
         if not family:
             continue
-        shared = same_sizes(family[0])
-        state[attn.value] = init_state_pool(shared, max_requests, num_layers=len(family))
-        if attn != AttentionType.SWA:
-            paged[attn.value] = init_paged_pool(shared, num_blocks[attn], num_layers=len(family))
+        count = 1 + max(schema.entry_idx for schema in family)
+        sizes = same_sizes(family[0])  # which makes entries, whatever the others do
+        paged[name] = init_paged_pool(sizes, blocks, num_layers=count)
+        if sizes.pending_tokens:
+            state[name] = init_pending_pool(sizes, max_requests, num_layers=count)
+    if look_back:
+        sizes = dataclasses.replace(ring_sizes(schemas[0]), swa_window_size=look_back)
+        state[TOKEN_IDS] = init_id_pool(sizes, max_requests)
     return ModelCache(
         state=state,
         paged=paged,

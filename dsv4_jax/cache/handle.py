@@ -22,15 +22,15 @@ from dsv4_jax.cache.append import (
 )
 from dsv4_jax.cache.paged_cache import PagedKVPool
 from dsv4_jax.cache.schema import LayerCacheSchema
+from dsv4_jax.cache.split_attention import attend_in_parts, own_call
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.collectives import (
-    exchange_over_model,
     gather_in_one,
     join_rows,
     rows_of_a_device,
     take_rows,
 )
-from dsv4_jax.mesh import MODEL, axis_size, place_on
+from dsv4_jax.mesh import MODEL, axis_size
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.checks import check_queries
 from pallas_kernels.common.chunks import map_tokens
@@ -53,12 +53,17 @@ class LayerCacheHandle:
     the gathers, the views) are those of `OriginalHandle`.
 
     Attributes:
-      paged: the family's blocks, None for SWA.
+      paged: the blocks of the layer's entries, its own or another layer's; None for SWA.
       state: the family's slots.
       layer: i32[], index into the family's stacked arrays.
+      entry_layer: i32[], index into those of the blocks; None is `layer`.
+      waiting: the slots of tokens that wait for others of their entry, as they were before the
+        call; None where none do.
       call: where the call's tokens belong.
       window: planes [T, ...], the call's own window entries; None before `append`.
       selected: i32[T, K], entries that an earlier CSA layer selected for this one; else None.
+      candidates: i32[T, n], blocks of entries that an earlier layer left for this one's selection,
+        ascending, then -1; None where all entries may be selected.
       schema: sizes of this layer.
       in_place: no row has more than one token and the call is not staged, so that tokens may be
         written before they are attended to.
@@ -71,8 +76,11 @@ class LayerCacheHandle:
     state: StateCachePool
     layer: jax.Array
     call: CallIndices
+    entry_layer: jax.Array | None = None
+    waiting: StateCachePool | None = None
     window: Planes | None = None
     selected: jax.Array | None = None
+    candidates: jax.Array | None = None
     schema: LayerCacheSchema = flax.struct.field(pytree_node=False)
     in_place: bool = flax.struct.field(pytree_node=False, default=False)
     query_eps: float | None = flax.struct.field(pytree_node=False, default=None)
@@ -152,14 +160,15 @@ class LayerCacheHandle:
         call, query_eps, write = self.call, None, append_in_place
         if not self.in_place:
             is_many = tokens.queries.shape[0] >= _MANY_TOKENS
-            query_eps = norms.eps if attends_next and is_many and not self.is_split else None
+            leaves = attends_next and is_many and norms.norms_queries
+            query_eps = norms.eps if leaves and not self.is_split else None
             write = functools.partial(append_uncommitted, norms_queries=query_eps is None)
         if self.is_split:  # a block that lies elsewhere is written there
-            own = block_split.own_blocks(call.block_table, self.blocks.num_blocks)
-            call = dataclasses.replace(call, block_table=own)
-        (state, paged), appended = write(
-            (self.state, self.paged), tokens, norms, call, layer=self.layer
-        )
+            table = block_split.own_blocks(call.block_table, self.blocks.num_blocks)
+            call = dataclasses.replace(call, block_table=table)
+        own = None if self.schema.shares else self.paged  # others are written apart
+        (state, paged), appended = write((self.state, own), tokens, norms, call, layer=self.layer)
+        paged = self.paged if own is None else paged
         handle = dataclasses.replace(
             self, state=state, paged=paged, window=appended.window, query_eps=query_eps
         )
@@ -204,7 +213,7 @@ class LayerCacheHandle:
         if self.max_entries <= k:
             spare = ((0, 0), (0, k - self.max_entries))
             return jnp.pad(self.all_visible(), spare, constant_values=-1), heads
-        call = self._own_call(self.visible_entries)
+        call = own_call(self, self.visible_entries)
         assert call.visible is not None
         scores = pk.index_scores(queries, weights, pool, call)
         best = pk.select_top_k(scores, call.visible, min(k, scores.shape[1]))
@@ -240,11 +249,19 @@ class LayerCacheHandle:
         return pk.index_scores(queries, weights, *self._index_keys())
 
     def _index_keys(self) -> tuple[LayerPlanes, CallIndices]:
+        return self.stored_index_keys, dataclasses.replace(self.call, visible=self.visible_entries)
+
+    @property
+    def stored_index_keys(self) -> LayerPlanes:
+        """The index keys that the layer selects by.
+
+        Raises:
+          ValueError: the layer has no indexer.
+        """
         index_keys = self.blocks.index_keys
         if index_keys is None:
             raise ValueError(f"a layer of type {self.schema.attn_type} has no indexer")
-        pool = LayerPlanes(index_keys, self.layer, self.schema.format.index_key)
-        return pool, dataclasses.replace(self.call, visible=self.visible_entries)
+        return LayerPlanes(index_keys, self._entry_layer, self.schema.format.index_key)
 
     def map_entries(
         self,
@@ -261,7 +278,7 @@ class LayerCacheHandle:
           arrays: [T, ...] each.
         """
         seen, dim = self.all_visible(), self.schema.entry_head_dim
-        pool = self._entries()
+        pool = self.stored_entries
 
         def run(some: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
             call = dataclasses.replace(self.call, segment_ids=self.call.segment_ids[tokens])
@@ -306,15 +323,15 @@ class LayerCacheHandle:
         """
         if self.is_split and selected is not None:
             own, count = block_split.gather_own(selected, self.schema.entries_per_block)
-            return self._attend_in_parts(queries, sink, own, count, frequencies)
+            return attend_in_parts(self, queries, sink, own, count, frequencies)
         pool, visible = None, None
         if selected is not None:
-            pool = self._entries()
+            pool = self.stored_entries
             visible = self.visible_entries
         return pk.sparse_attention(
             queries,
             sink,
-            self._ring(),
+            self.ring,
             self.own_window,
             pool,
             selected,
@@ -322,19 +339,27 @@ class LayerCacheHandle:
             scale=self.schema.entry_head_dim**-0.5,
             frequencies=frequencies,
             query_eps=self.query_eps,
-            apart=self._is_apart,
+            apart=self.is_apart,
         )
 
-    def _ring(self) -> LayerPlanes:
+    @property
+    def ring(self) -> LayerPlanes:
+        """The layer's window entries as stored."""
         return LayerPlanes(self.state.window, self.layer, self.schema.format.ring)
 
-    def _entries(self) -> LayerPlanes:
-        return LayerPlanes(self.blocks.entries, self.layer, self.schema.format.entry)
+    @property
+    def stored_entries(self) -> LayerPlanes:
+        """The entries that the layer reads, as stored."""
+        return LayerPlanes(self.blocks.entries, self._entry_layer, self.schema.format.entry)
 
     @property
-    def _is_apart(self) -> bool:
+    def _entry_layer(self) -> jax.Array:
+        return self.layer if self.entry_layer is None else self.entry_layer
+
+    @property
+    def is_apart(self) -> bool:
         """Whether entries lie otherwise than the window does."""
-        return self.schema.format.window is not None
+        return self.entry_layer is not None or self.schema.format.window is not None
 
     def attend_to_all(
         self, queries: jax.Array, sink: jax.Array, frequencies: jax.Array | None = None
@@ -345,58 +370,5 @@ class LayerCacheHandle:
         per_block = self.schema.entries_per_block
         count = block_split.count_own(self.visible_entries, per_block)
         width = -(-self.call.block_table.shape[1] // axis_size(MODEL)) * per_block
-        return self._attend_in_parts(queries, sink, select_all(count, width), count, frequencies)
-
-    def _own_call(self, visible: jax.Array) -> CallIndices:
-        """The call as an op takes it that reads the blocks of this device."""
-        per_block = self.schema.entries_per_block
-        return dataclasses.replace(
-            self.call,
-            block_table=block_split.own_table(self.call.block_table, self.blocks.num_blocks),
-            visible=block_split.count_own(visible, per_block),
-        )
-
-    def _attend_in_parts(
-        self,
-        queries: jax.Array,
-        sink: jax.Array,
-        own: jax.Array,
-        count: jax.Array,
-        frequencies: jax.Array | None,
-    ) -> jax.Array:
-        """Every device attends with all heads to its own entries, and gets its heads' results.
-
-        Args:
-          queries: [T, H, C], of this device or of all.
-          sink: f32[H], of this device.
-          own: i32[T, K], entries by their numbers here, ascending, then -1.
-          count: i32[T], how many they are.
-          frequencies: as of `attend`.
-        """
-        num_heads, parts = sink.shape[0], axis_size(MODEL)
-        if queries.shape[1] == num_heads:
-            queries = block_split.join_heads(*gather_in_one(queries))
-        call = self._own_call(self.visible_entries)
-        counts_window = place_on(MODEL) == 0  # every device has all of it
-        part = pk.attend_in_part(
-            queries,
-            self._ring(),
-            self.own_window,
-            self._entries(),
-            own,
-            dataclasses.replace(
-                call, visible=count, positions=jnp.where(counts_window, call.positions, -1)
-            ),
-            scale=self.schema.entry_head_dim**-0.5,
-            apart=self._is_apart,
-        )
-        exchanged = jnp.concatenate([part.sums, jnp.moveaxis(part.statistics, 1, 2)], axis=2)
-        exchanged = exchanged.reshape(exchanged.shape[0], parts, num_heads, -1)
-        exchanged = exchange_over_model(jnp.moveaxis(exchanged, 1, 0))
-        return pk.join_parts(
-            pk.AttentionPart(exchanged[..., :-2], jnp.moveaxis(exchanged[..., -2:], 3, 2)),
-            sink,
-            self.call.positions,
-            frequencies,
-            dtype=queries.dtype,
-        )
+        own = select_all(count, width)
+        return attend_in_parts(self, queries, sink, own, count, frequencies)

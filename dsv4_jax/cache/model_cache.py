@@ -12,7 +12,7 @@ import numpy as np
 from dsv4_jax import checks
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.paged_cache import PagedKVPool
-from dsv4_jax.cache.schema import Families, FamilyKind, LayerCacheSchema
+from dsv4_jax.cache.schema import Families, FamilyKind, LayerCacheSchema, same_sizes
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.cache.step_input import StepInput, check_room, check_step_input, index_call
 from dsv4_jax.config.layer_types import AttentionType
@@ -26,9 +26,10 @@ class ModelCache:
     """The hybrid cache of a whole model, layers stacked by attention type.
 
     Attributes:
-      state: by attention type, the slots of all its layers; only types that have layers.
-      paged: by attention type, CSA and HCA, the blocks of all its layers; only types that have
-        layers.
+      state: by family, the slots of all its layers: of each attention type that has layers and,
+        where layers share entries, of pending tokens (`state_cache.py`).
+      paged: by family, the blocks of all its layers: of each attention type that has entries or,
+        where layers share them, of each ratio, such as "csa2", the layers that make some.
       length_tokens: i32[NS], tokens of each slot's request; 0 in a free slot.
       block_table: i32[NS, LB], physical block of each logical one; -1 where there is none. One
         table for both compressed types.
@@ -115,15 +116,37 @@ class ModelCache:
         call: CallIndices,
         *,
         in_place: bool = False,
+        schema: LayerCacheSchema | None = None,
+        entry_idx: jax.Array | int | None = None,
     ) -> LayerCacheHandle:
-        """The handle of one layer of an attention type, for one call; `in_place` as there."""
+        """The handle of one layer of an attention type, for one call.
+
+        Args:
+          attn: attention type.
+          family_idx: place among the layers of that type.
+          call: the call.
+          in_place: as of the handle.
+          schema: of that layer, or one alike; None looks it up where `family_idx` is static.
+          entry_idx: place of the layer's entries in their family; None is that of the schema.
+        """
         state = self.state[attn]
+        layer = jnp.asarray(family_idx, jnp.int32)
+        if state.schema.shares and schema is None:
+            own = (s for s in self.schemas if s.attn_type == attn)
+            schema = next(s for s in own if s.family_idx == int(family_idx))
+        if schema is None or not schema.shares:
+            schema, entry_layer = state.schema, None  # which is the same number
+        else:
+            place = schema.entry_idx if entry_idx is None else entry_idx
+            entry_layer = jnp.asarray(place, jnp.int32) if schema.ratio else None
         return LayerCacheHandle(
-            paged=self.paged.get(attn),
+            paged=self.paged.get(schema.entry_family),
             state=state,
-            layer=jnp.asarray(family_idx, jnp.int32),
+            layer=layer,
+            entry_layer=entry_layer,
+            waiting=self.state[schema.entry_family] if schema.pending_tokens else None,
             call=call,
-            schema=state.schema,
+            schema=same_sizes(schema),
             in_place=in_place,
             split_cache=self.split_cache,
         )
@@ -136,10 +159,10 @@ class ModelCache:
             attention type was put back, whose writing would be lost.
         """
         checks.instance("handle", handle, LayerCacheHandle)
-        attn = handle.schema.attn_type
-        if attn not in self.state or handle.schema != self.state[attn].schema:
+        attn, entries = handle.schema.attn_type, handle.schema.entry_family
+        if attn not in self.state or handle.state.schema != self.state[attn].schema:
             checks.refuse("handle", "a handle of this cache", handle.schema, "it has no such layer")
-        pools = {"state": self.state[attn], "paged": self.paged.get(attn)}
+        pools = {"state": self.state[attn], "paged": self.paged.get(entries)}
         found = {"state": handle.state, "paged": handle.paged}
         checks.same_arrays("handle", found, pools, "this cache")
         checks.not_deleted("handle", found)
@@ -148,7 +171,7 @@ class ModelCache:
                 "handle must be a handle of this cache as it is, got one of another cache, or of "
                 f"this one before its {attn.upper()} layers were written; acquire it anew"
             )
-        paged = self.paged if handle.paged is None else {**self.paged, attn: handle.paged}
+        paged = self.paged if handle.paged is None else {**self.paged, entries: handle.paged}
         return dataclasses.replace(self, state={**self.state, attn: handle.state}, paged=paged)
 
 

@@ -39,8 +39,9 @@ class NewTokens:
 
     Attributes:
       window: planes [T, ...], encoded window entries.
-      compressor: projections on CSA and HCA layers, else None.
-      indexer: projections on CSA layers, else None.
+      compressor: projections on CSA and HCA layers, and on layers that make entries of several
+        tokens for others too; else None.
+      indexer: projections on CSA layers that make index keys of their own tokens; else None.
     """
 
     window: Planes
@@ -51,8 +52,9 @@ class NewTokens:
 def projection_widths(schema: LayerCacheSchema) -> tuple[int, int]:
     """Widths of the projections of a layer's two compressors; 0 where there is none."""
     streams = 2 if schema.tail_buffer_size_b else 1
-    width = streams * schema.entry_head_dim if schema.tail_buffer_size_a else 0
-    return width, 2 * schema.indexer_head_dim
+    keeps = schema.tail_buffer_size_a or schema.pending_tokens
+    width = streams * schema.entry_head_dim if keeps else 0
+    return width, 0 if schema.shares else 2 * schema.indexer_head_dim
 
 
 def check_staged(
@@ -74,17 +76,13 @@ def check_staged(
 
 
 def empty_staged(state: Mapping[str, StateCachePool], num_tokens: int) -> dict[str, NewTokens]:
-    """Zeroed tokens by attention type, of the shapes that layers stage."""
-    return {
-        attn: empty_new_tokens(pool.schema, num_tokens, num_layers=pool.num_layers)
-        for attn, pool in state.items()
-    }
+    """Zeroed tokens by family, of the shapes that layers stage."""
+    return {family: empty_new_tokens(pool, num_tokens) for family, pool in state.items()}
 
 
-def empty_new_tokens(schema: LayerCacheSchema, num_tokens: int, *, num_layers: int) -> NewTokens:
+def empty_new_tokens(pool: StateCachePool, num_tokens: int) -> NewTokens:
     """Zeroed tokens of all layers of a family, stacked [L, T, ...]."""
-    lead = (num_layers, num_tokens)
-    shapes = schema.format.ring.plane_shapes(schema.entry_head_dim, schema.rope_dim)
+    lead = (pool.num_layers, num_tokens)
 
     def projections(width: int) -> Projections | None:
         if not width:
@@ -92,12 +90,12 @@ def empty_new_tokens(schema: LayerCacheSchema, num_tokens: int, *, num_layers: i
         zeros = jnp.zeros((*lead, width), jnp.float32)
         return Projections(values=zeros, scores=zeros)
 
-    width, index_width = projection_widths(schema)
-    return NewTokens(
-        window={name: jnp.zeros((*lead, *s.shape), s.dtype) for name, s in shapes.items()},
-        compressor=projections(width),
-        indexer=projections(index_width),
-    )
+    width, index_width = projection_widths(pool.schema)
+    window = {
+        name: jnp.zeros((*lead, *plane.shape[3:]), plane.dtype)
+        for name, plane in pool.window.items()
+    }
+    return NewTokens(window=window, compressor=projections(width), indexer=projections(index_width))
 
 
 type Family = NewTokens | tuple[NewTokens, ...]

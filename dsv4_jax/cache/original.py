@@ -260,9 +260,15 @@ def check_acquirable(cache: ModelCache) -> None:
 
     Raises:
       ValueError: it is no cache, its arrays are gone, or it is split or lies on a mesh.
+      NotImplementedError: its layers share entries.
     """
     checks.instance("cache", cache, ModelCache)
     checks.not_deleted("cache", cache)
+    if cache.schemas[0].shares:
+        raise NotImplementedError(
+            "the original interface reads layers that make their own entries, and those of a "
+            "DeepSeek-V4.1 model share them; use ModelCache.layer"
+        )
     if cache.split_cache:
         raise ValueError(
             "the original interface reads whole requests; build it without split_cache"

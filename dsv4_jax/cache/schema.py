@@ -94,12 +94,126 @@ class LayerCacheSchema:
     @property
     def compression_ratio(self) -> int:
         """M, tokens per entry; 1 for SWA, which has no entries."""
-        return self.tail_buffer_size_a or 1
+        return self.ratio or 1
+
+    @property
+    def shares(self) -> bool:
+        """Its entries are read by other layers too, or made by another one."""
+        return False
+
+    @property
+    def entry_family(self) -> str:
+        """What blocks its entries lie in, as of `LayerSpec`; the empty text for SWA."""
+        return self.attn_type.value if self.entries_per_block else ""
+
+    @property
+    def entry_idx(self) -> int:
+        """The index into the blocks of that family."""
+        return self.family_idx
+
+    @property
+    def ratio(self) -> int:
+        """Tokens of an entry that the layer reads; 0 for SWA."""
+        return self.tail_buffer_size_a
+
+    @property
+    def pending_tokens(self) -> int:
+        """The most tokens that wait for others of an entry that is made for other layers too."""
+        return 0
+
+    @property
+    def makes_candidates(self) -> bool:
+        """As of `LayerSpec`."""
+        return False
+
+    @property
+    def takes_candidates(self) -> bool:
+        """As of `LayerSpec`."""
+        return False
 
     @property
     def format(self) -> CacheFormat:
         """The storage format itself."""
         return get_cache_format(self.cache_format)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """What a layer makes and reads of entries that layers share; properties of its schema.
+
+    Attributes:
+      entry_family: as there.
+      entry_idx: as there; -1 for SWA, and of no layer in particular.
+      ratio: as there.
+      pending_tokens: as there.
+      makes_candidates: as there.
+      takes_candidates: as there.
+    """
+
+    entry_family: str = ""
+    entry_idx: int = -1
+    ratio: int = 0
+    pending_tokens: int = 0
+    makes_candidates: bool = False
+    takes_candidates: bool = False
+
+    @classmethod
+    def of(cls, spec: LayerSpec) -> Sharing:
+        """Of one layer."""
+        return cls(
+            entry_family=spec.entry_family,
+            entry_idx=spec.entry_idx if spec.ratio else -1,
+            ratio=spec.ratio,
+            pending_tokens=spec.ratio - 1 if spec.makes_entries else 0,
+            makes_candidates=spec.makes_candidates,
+            takes_candidates=spec.takes_candidates,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedLayerSchema(LayerCacheSchema):
+    """What one layer keeps where layers share entries.
+
+    Attributes:
+      shared: what it makes and reads of those.
+    """
+
+    shared: Sharing
+
+    @property
+    def shares(self) -> bool:
+        """See `LayerCacheSchema`."""
+        return True
+
+    @property
+    def entry_family(self) -> str:
+        """See `LayerCacheSchema`."""
+        return self.shared.entry_family
+
+    @property
+    def entry_idx(self) -> int:
+        """See `LayerCacheSchema`."""
+        return self.shared.entry_idx
+
+    @property
+    def ratio(self) -> int:
+        """See `LayerCacheSchema`."""
+        return self.shared.ratio
+
+    @property
+    def pending_tokens(self) -> int:
+        """See `LayerCacheSchema`."""
+        return self.shared.pending_tokens
+
+    @property
+    def makes_candidates(self) -> bool:
+        """See `LayerCacheSchema`."""
+        return self.shared.makes_candidates
+
+    @property
+    def takes_candidates(self) -> bool:
+        """See `LayerCacheSchema`."""
+        return self.shared.takes_candidates
 
 
 def build_schema(
@@ -114,11 +228,10 @@ def build_schema(
 
     Raises:
       ValueError: there is no such format, or the format cannot hold this model's vectors.
-      NotImplementedError: as of `check_has_cache`.
+      NotImplementedError: as of `choose_cache_format`.
     """
     checks.instance("config", config, DSV4Config)
     checks.instance("spec", spec, LayerSpec)
-    check_has_cache(config)
     cache_format = choose_cache_format(config, cache_format)
     fmt = get_cache_format(cache_format)
     is_csa = spec.attn == AttentionType.CSA
@@ -128,10 +241,9 @@ def build_schema(
             f"cache_format {fmt.name!r} rotates index keys by a Hadamard matrix, which needs "
             f"a power of two, got indexer_head_dim={index_dim}; use 'f32' or 'bf16'"
         )
-    compressed = spec.attn != AttentionType.SWA
-    compression_ratio = config.compression_ratio(spec.attn) if compressed else 0
-    entries_per_block = config.block_tokens // compression_ratio if compressed else 0
-    return LayerCacheSchema(
+    entries_per_block = config.block_tokens // spec.ratio if spec.ratio else 0
+    kept = 0 if spec.shares else spec.ratio  # of the open window
+    schema = LayerCacheSchema(
         layer_idx=spec.layer_idx,
         family_idx=spec.family_idx,
         attn_type=spec.attn,
@@ -145,25 +257,13 @@ def build_schema(
         indexer_head_dim=index_dim if is_csa else 0,
         indexer_top_k=config.indexer_top_k if is_csa else 0,
         swa_window_size=config.sliding_window,
-        tail_buffer_size_a=compression_ratio,
-        tail_buffer_size_b=compression_ratio if is_csa else 0,
+        tail_buffer_size_a=kept,
+        tail_buffer_size_b=kept if is_csa else 0,
         needs_inv_scale="inv_scale" in fmt.entry.plane_shapes(config.head_dim, config.rope_dim),
     )
-
-
-def check_has_cache(config: DSV4Config) -> None:
-    """Refuses a model of which there is no cache, and so no engine.
-
-    Raises:
-      NotImplementedError: its layers share entries, or are DeepSeek-V4.1's otherwise.
-    """
-    is_v4 = config.query_norm and not config.shifted_streams and config.engram is None
-    if config.sources is not None or not is_v4:
-        raise NotImplementedError(
-            "this is a DeepSeek-V4.1 model, of which there are checkpoints, `dsv4-jax plan`, "
-            "`dsv4-jax convert` and forward over whole sequences, and no cache, engine or draft "
-            "yet; serve a DeepSeek-V4 model"
-        )
+    if not spec.shares:
+        return schema
+    return SharedLayerSchema(**vars(schema), shared=Sharing.of(spec))
 
 
 def choose_cache_format(
@@ -210,7 +310,13 @@ def check_selector(config: DSV4Config, *, split_cache: bool) -> None:
 
     Raises:
       ValueError: the idea has a selector and `split_cache` is set.
+      NotImplementedError: it has one, and layers share what they select.
     """
+    if config.idea.selector is not None and config.sources is not None:
+        raise NotImplementedError(
+            "the config's idea has a selector, which steps on the cache of a DeepSeek-V4.1 model "
+            "do not ask, whose layers share what they select; forward does"
+        )
     if split_cache and config.idea.selector is not None:
         raise ValueError(
             "split_cache deals a request's entries over devices, and the config's idea has a "
@@ -220,7 +326,25 @@ def check_selector(config: DSV4Config, *, split_cache: bool) -> None:
 
 def same_sizes(schema: LayerCacheSchema) -> LayerCacheSchema:
     """The schema that stands for a whole family: no layer in particular."""
-    return dataclasses.replace(schema, layer_idx=-1, family_idx=-1)
+    schema = dataclasses.replace(schema, layer_idx=-1, family_idx=-1)
+    if not isinstance(schema, SharedLayerSchema):
+        return schema
+    return dataclasses.replace(schema, shared=dataclasses.replace(schema.shared, entry_idx=-1))
+
+
+def ring_sizes(schema: LayerCacheSchema) -> LayerCacheSchema:
+    """Of the slots of a layer's family: `same_sizes`, without entries that other layers share."""
+    schema = same_sizes(schema)
+    if not isinstance(schema, SharedLayerSchema):
+        return schema
+    return dataclasses.replace(
+        schema,
+        entries_per_block=0,
+        indexer_entries_per_block=0,
+        indexer_head_dim=0,
+        indexer_top_k=0,
+        shared=Sharing(),
+    )
 
 
 def blocks_of(config: DSV4Config, tokens: int) -> int:
@@ -247,7 +371,7 @@ def compute_block_budget(
 
     Returns:
       Blocks of the "csa" and of the "hca" pools: equal, since one table serves both; 0 for a
-      family without layers.
+      family without layers. Where entries are shared, of the pools of each ratio, such as "csa2".
 
     Raises:
       ValueError: an argument is out of range.
@@ -264,7 +388,9 @@ def compute_block_budget(
     blocks = blocks_of(config, max_context_tokens) * max_concurrent_requests
     # The decimal the caller wrote, not its binary neighbour, which would ask for one more block.
     blocks = math.ceil(blocks * (1 + fractions.Fraction(str(headroom))))
-    families = {spec.attn for spec in schedule}
+    families = {spec.entry_family for spec in schedule} - {""}
+    if config.sources is not None:
+        return dict.fromkeys(sorted(families), blocks)
     return {
         attn.value: blocks if attn in families else 0
         for attn in (AttentionType.CSA, AttentionType.HCA)

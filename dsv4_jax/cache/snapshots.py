@@ -1,7 +1,8 @@
 """Snapshots: what resumes a request at a block boundary, beside the blocks themselves.
 
-At a boundary every compression window is closed. What is left to know are the rows of the window
-ring and, of both CSA compressors, the b-stream of the last window: half of what its rows hold.
+At a boundary every compression window is closed, and no token waits for others of its entry. What
+is left to know are the rows of the window ring and, of both CSA compressors, the b-stream of the
+last window: half of what its rows hold. The last token ids, where they are kept, are a ring too.
 
     boundary at 128, W = 16, M = 4        ring rows   112 .. 127
                                           tail rows   124 .. 127, columns [0, C)
@@ -34,7 +35,7 @@ class SnapshotStore:
     """The snapshots of a cache, layers stacked by attention type.
 
     Attributes:
-      window: by attention type, planes [L, n, W, ...] of the cache format, in ring order.
+      window: by family, planes [L, n, W, ...] as they are stored, in ring order.
       tail: CSA: `values` and `scores`, f32[L, n, M, C], the b-stream of the last window; else None.
       index_tail: CSA: the same for the indexer's compressor, IC wide; else None.
     """
@@ -109,6 +110,7 @@ def _empty_store(state: Mapping[str, StateCachePool], num_snapshots: int) -> Sna
     window = {
         attn: {name: empty(plane, plane.shape[2]) for name, plane in pool.window.items()}
         for attn, pool in state.items()
+        if pool.window
     }
     tails: dict[str, Planes | None] = {"tail": None, "index_tail": None}
     for pool in state.values():
@@ -188,6 +190,8 @@ def save_snapshots(
     window = dict(store.window)
     tails: dict[str, Planes | None] = {"tail": store.tail, "index_tail": store.index_tail}
     for attn, pool in state.items():
+        if attn not in window:
+            continue
         own = None if rows is None else rows[attn]
         size = jax.tree.leaves(pool.window)[0].shape[2]
         ring_row = jnp.arange(size, dtype=jnp.int32)[None]
@@ -245,6 +249,9 @@ def load_snapshots(
     loaded = {}
     place = jnp.maximum(places, 0)
     for attn, pool in state.items():
+        if attn not in store.window:
+            loaded[attn] = pool
+            continue
         target = drop_absent(slots, pool.num_slots)
         window = {
             name: plane.at[:, target].set(store.window[attn][name][:, place], mode="drop")

@@ -1,4 +1,9 @@
-"""StateCachePool: what a request keeps besides blocks, one slot for its lifetime."""
+"""StateCachePool: what a request keeps besides blocks, one slot for its lifetime.
+
+Most pools are of an attention type. Where layers share entries, tokens that wait for others of
+their entry are a pool of the entries' family, since fewer layers have them than have a window; and
+where a model has Engram tables, so are the last token ids, which n-grams look back to.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,12 @@ import numpy as np
 from dsv4_jax import checks
 from dsv4_jax.cache.paged_cache import zeros
 from dsv4_jax.cache.schema import Families, FamilyKind, LayerCacheSchema
-from dsv4_jax.config.layer_types import AttentionType
 from pallas_kernels.common.addressing import drop_absent
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.compressor.pooling import empty_pool
+
+TOKEN_IDS = "token ids"
+"""Family of the last token ids, where a model has Engram tables."""
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -30,6 +37,8 @@ class StateCachePool:
       index_tail: CSA: the same for the indexer's compressor, 2 * IC wide; else None.
       running: HCA: f32[L, NS, 3, C], the running softmax of the open window (largest score, sum of
         exponentials, sum weighted by value); else None.
+      pending: layers that make entries for others too: `values` and `scores`,
+        f32[L, NS, M - 1, C], the last tokens, of which those of the open window wait; else None.
       schema: sizes that all L layers share.
     """
 
@@ -37,23 +46,24 @@ class StateCachePool:
     tail: Planes | None
     index_tail: Planes | None
     running: jax.Array | None
+    pending: Planes | None = None
     schema: LayerCacheSchema = flax.struct.field(pytree_node=False)
 
     @property
     def num_slots(self) -> int:
         """NS."""
-        return jax.tree.leaves(self.window)[0].shape[1]
+        return jax.tree.leaves(self)[0].shape[1]
 
     @property
     def num_layers(self) -> int:
         """L."""
-        return jax.tree.leaves(self.window)[0].shape[0]
+        return jax.tree.leaves(self)[0].shape[0]
 
     def families(self) -> Families:
         """Arrays by what they are for."""
         return {
             "window": (FamilyKind.WINDOW, self.window),
-            "compressor state": (FamilyKind.STATE, (self.tail, self.running)),
+            "compressor state": (FamilyKind.STATE, (self.tail, self.running, self.pending)),
             "indexer state": (FamilyKind.STATE, self.index_tail),
         }
 
@@ -75,12 +85,21 @@ class StateCachePool:
         checks.array("slots", slots, (None,))
         checks.in_range("slots", slots, -1, self.num_slots)
         dropped = drop_absent(slots, self.num_slots)
-        fresh = init_state_pool(self.schema, 1)
+        fresh = self._empty_slot()
 
         def reset(pool: jax.Array, empty: jax.Array) -> jax.Array:
             return pool.at[:, dropped].set(empty[:, :1], mode="drop")
 
         return jax.tree.map(reset, self, fresh)
+
+    def _empty_slot(self) -> StateCachePool:
+        if self.pending is not None:
+            return init_pending_pool(self.schema, 1)
+        return (
+            init_id_pool(self.schema, 1)
+            if "ids" in self.window
+            else init_state_pool(self.schema, 1)
+        )
 
 
 def init_state_pool(
@@ -101,10 +120,10 @@ def init_state_pool(
     num_layers = checks.integer("num_layers", num_layers, 1)
     lead = (num_layers, max_requests)
     tail = index_tail = running = None
-    if schema.attn_type == AttentionType.CSA:
+    if schema.tail_buffer_size_b:
         tail = _tail(lead, schema, schema.entry_head_dim)
         index_tail = _tail(lead, schema, schema.indexer_head_dim)
-    elif schema.attn_type == AttentionType.HCA:
+    elif schema.tail_buffer_size_a:
         pools = empty_pool(num_layers * max_requests, schema.entry_head_dim)
         running = pools.reshape(*lead, 3, schema.entry_head_dim)
     shapes = schema.format.ring.plane_shapes(schema.entry_head_dim, schema.rope_dim)
@@ -114,6 +133,30 @@ def init_state_pool(
         index_tail=index_tail,
         running=running,
         schema=schema,
+    )
+
+
+def init_pending_pool(
+    schema: LayerCacheSchema, max_requests: int, *, num_layers: int = 1
+) -> StateCachePool:
+    """An empty pool of tokens that wait for others of their entry; arguments as above."""
+    lead = (num_layers, max_requests, schema.pending_tokens)
+    row = jax.ShapeDtypeStruct((schema.entry_head_dim,), jnp.float32)
+    return StateCachePool(
+        window={},
+        tail=None,
+        index_tail=None,
+        running=None,
+        pending=zeros({"values": row, "scores": row}, lead),
+        schema=schema,
+    )
+
+
+def init_id_pool(schema: LayerCacheSchema, max_requests: int) -> StateCachePool:
+    """A pool of the last `schema.swa_window_size` token ids, one layer; -1 is none."""
+    ids = jnp.full((1, max_requests, schema.swa_window_size), -1, jnp.int32)
+    return StateCachePool(
+        window={"ids": ids}, tail=None, index_tail=None, running=None, schema=schema
     )
 
 

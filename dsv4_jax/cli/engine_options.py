@@ -8,7 +8,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.inventory import read_inventory
 from dsv4_jax.cli.arguments import add_fields, add_weights, chosen_fields
@@ -46,7 +45,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, serves: bool = False)
     names.remove("split_cache")  # `add_mesh` adds it
     if not serves:
         names = [name for name in names if name not in _OF_SERVERS]
-    add_fields(parser, EngineOptions, names, cache_format=DEFAULT_CACHE_FORMAT)
+    add_fields(parser, EngineOptions, names)
     add_weights(parser, WEIGHT_FORMS, STORED, "FP8 and FP4 weights as they are stored, or decoded")
     parser.add_argument(
         "--dtype",

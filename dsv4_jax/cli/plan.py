@@ -13,10 +13,10 @@ from dsv4_jax.bench.floor import COLLECTIVE_S
 from dsv4_jax.bench.placement import STEP_TOKENS, fitting_meshes, place
 from dsv4_jax.cache.empty_cache import cache_shapes
 from dsv4_jax.cache.model_cache import family_bytes, family_kinds, tree_bytes
-from dsv4_jax.cache.schema import FamilyKind, blocks_of
+from dsv4_jax.cache.schema import FamilyKind, blocks_of, choose_cache_format
 from dsv4_jax.cli.arguments import (
-    add_cache_format,
     add_drafts,
+    add_fields,
     add_follow_links,
     add_mesh,
     add_weights,
@@ -32,6 +32,7 @@ from dsv4_jax.config.kinds import MAX_I32
 from dsv4_jax.model.params import param_shapes
 from dsv4_jax.model.weight_forms import RELEASE_FORMS, STORED
 from dsv4_jax.model.weight_sizes import bytes_by_family
+from dsv4_jax.serving.options import EngineOptions
 
 _MIB = 2**20
 
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help=f"{', '.join(PRESETS)}, or a checkpoint directory")
     parser.add_argument("--context", type=whole(), default=131_072, help="tokens per request")
     parser.add_argument("--requests", type=whole(1, 2**20), default=1, help="requests at once")
-    add_cache_format(parser)
+    add_fields(parser, EngineOptions, ["cache_format"])
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument(
         "--gpu",
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
             f"--requests {args.requests} of --context {args.context} take {num_blocks:,} blocks, "
             f"and a block table can number {MAX_I32:,}; lower either"
         )
+    args.cache_format = choose_cache_format(config, args.cache_format)
     gpus = args.gpu
     if args.gpu_gib is not None:
         gpus = Gpus(None, 1, int(args.gpu_gib * 2**30))

@@ -9,7 +9,6 @@ import functools
 from dsv4_jax.bench.floor import LINK_BANDWIDTH, StepFloor, step_floor
 from dsv4_jax.bench.placement import STEP_TOKENS, Placement, fitting_meshes, place, placements_on
 from dsv4_jax.bench.roofline import BANDWIDTH
-from dsv4_jax.cache.shared_entries import bytes_per_block, bytes_per_request
 from dsv4_jax.checkpoint.engram_tables import list_tables
 from dsv4_jax.cli.gpus import Gpus
 from dsv4_jax.config import DSV4Config
@@ -72,7 +71,7 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
     if config.sources is None:
         _print_floor(config, placed, args)
     else:
-        _print_shared(config, args)
+        _print_shared(config, placed, args)
 
 
 def print_weights(families: dict[str, dict[str, int]], title: str) -> int:
@@ -133,17 +132,18 @@ def _print_floor(config: DSV4Config, placed: Placement, args: argparse.Namespace
         )
 
 
-def _print_shared(config: DSV4Config, args: argparse.Namespace) -> None:
+def _print_shared(config: DSV4Config, placed: Placement, args: argparse.Namespace) -> None:
     """Prints what a model with shared entries keeps of a token, and on the host, and what is not.
 
     The floor of a step is not among it, since it counts the reads of layers that share nothing.
     """
-    sources, growing = config.sources, bytes_per_block(config, args.cache_format)
+    sources, pools = config.sources, placed.pools
     assert sources is not None
     print(
-        f"a token takes {growing / config.block_tokens:,g} bytes in {args.cache_format}: "
-        f"{len(sources.makers)} of {config.num_layers} layers make entries; a request takes "
-        f"{bytes_per_request(config, args.cache_format) / 1e6:,.2f} MB beside that"
+        f"a token takes {pools.bytes_per_block / pools.block_tokens:,g} bytes in "
+        f"{args.cache_format}: {len(sources.makers)} of {config.num_layers} layers make entries; a "
+        f"request takes {pools.bytes_per_slot / 1e6:,.2f} MB beside that, and one of a million "
+        f"tokens {placed.request_bytes(2**20) / 1e9:,.3f} GB"
     )
     if (engram := config.engram) is not None:
         sizes = [e.num_bytes for e in list_tables(config)]
@@ -153,10 +153,7 @@ def _print_shared(config: DSV4Config, args: argparse.Namespace) -> None:
             f"Engram tables: {sum(sizes):,} bytes, {sum(sizes) / _GIB:,.2f} GiB, of each host's "
             f"memory or disk and none of a GPU; a token reads {read / 1e3:,.1f} KB of them"
         )
-    print(
-        "not there yet: a cache, an engine and drafts for this model, and the floor of its step; "
-        "the cache above is by formula"
-    )
+    print("not there yet: drafts of this model, and the floor of its step")
 
 
 def _roomiest(meshes: list[Placement], gpus: Gpus, context: int) -> Placement:

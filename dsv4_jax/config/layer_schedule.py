@@ -27,6 +27,9 @@ class LayerSpec:
       ratio: tokens of an entry that the layer attends to; 0 has none.
       entry_source: the layer whose entries those are; its own place where it makes them, None
         where there are none.
+      entry_idx: where entries are shared, the place of that layer among those that make entries of
+        this family: the index into every stacked array of that family's blocks. Elsewhere that is
+        `family_idx`, and this is 0.
       shares: whether entries and selections are those of `DSV4Config.sources`, which other layers
         read too.
       makes_candidates: the layer leaves candidates for later selections.
@@ -42,6 +45,7 @@ class LayerSpec:
     index_source: int | None = None
     ratio: int = 0
     entry_source: int | None = None
+    entry_idx: int = 0
     shares: bool = False
     makes_candidates: bool = False
     takes_candidates: bool = False
@@ -51,6 +55,16 @@ class LayerSpec:
     def makes_entries(self) -> bool:
         """The layer makes entries and index keys."""
         return self.entry_source == self.layer_idx
+
+    @property
+    def entry_family(self) -> str:
+        """What blocks the entries lie in: of an attention type or, where shared, of a ratio too.
+
+        Of a window layer it is the empty text.
+        """
+        if self.entry_source is None:
+            return ""
+        return f"{self.attn}{self.ratio}" if self.shares else str(self.attn)
 
     @property
     def makes_selection(self) -> bool:
@@ -89,6 +103,19 @@ class Segment:
         """How many layers of the attention type of `spec` one copy of the pattern holds."""
         return sum(other.attn == spec.attn for other in self.pattern)
 
+    def entry_stride(self, spec: LayerSpec) -> int:
+        """How many layers of one copy of the pattern make entries of the family that `spec` reads.
+
+        Copy `r` of `spec` reads those of `entry_idx + r * entry_stride(spec)`.
+        """
+        family = spec.entry_family
+        return sum(other.makes_entries and other.entry_family == family for other in self.pattern)
+
+    @property
+    def engram_stride(self) -> int:
+        """How many layers of one copy of the pattern have an Engram table."""
+        return sum(other.writes_engram for other in self.pattern)
+
     def kind_stride(self, spec: LayerSpec) -> int:
         """How many layers of the kind of `spec` one copy of the pattern holds."""
         return sum(other.kind == spec.kind for other in self.pattern)
@@ -98,6 +125,7 @@ def layer_schedule(config: DSV4Config) -> tuple[LayerSpec, ...]:
     """The trunk's layers in order; those of the draft are `draft_layers`."""
     families = {attn: itertools.count() for attn in AttentionType}
     kinds: dict[str, itertools.count[int]] = {}
+    made: dict[str, int] = {}  # by family of entries, the last layer that made some
     specs = []
     for layer_idx, (attn, router) in enumerate(
         zip(config.layer_types, config.router_types, strict=True)
@@ -111,6 +139,9 @@ def layer_schedule(config: DSV4Config) -> tuple[LayerSpec, ...]:
             writes_engram=config.engram is not None and layer_idx in config.engram.layers,
             **_reading(config, layer_idx, attn),
         )
+        if spec.shares and spec.makes_entries:
+            made[spec.entry_family] = made.get(spec.entry_family, -1) + 1
+        spec = dataclasses.replace(spec, entry_idx=made.get(spec.entry_family, 0))
         kind = kinds.setdefault(spec.kind, itertools.count())
         specs.append(dataclasses.replace(spec, kind_idx=next(kind)))
     return tuple(specs)

@@ -93,6 +93,11 @@ def _check_shared(config: DSV4Config) -> None:
             "layer_types must be CSA where sources.ratios has a ratio and SWA elsewhere, got "
             f"{show([str(attn) for attn in config.layer_types])}"
         )
+    if config.idea.pooling is not None:
+        raise ValueError(
+            "idea.pooling must be None beside sources, whose entries are pairs or single tokens of "
+            "their own and pass no compressor"
+        )
     if config.index_reuse:
         raise ValueError(
             f"index_reuse must be empty beside sources, got {config.index_reuse}; "

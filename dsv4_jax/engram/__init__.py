@@ -2,6 +2,7 @@
 
     ids       token ids to normalised ones, by the texts of a tokenizer
     hashes    n-grams of those to rows of each table
+    rows      what tokens read of them, as a step takes it
     tables    the tables, and what their rows hold
 
 Parameters on the device make keys and a value of the rows.
@@ -10,6 +11,7 @@ Source: deepseek_v41.md section 9.
 """
 
 from dsv4_jax.engram.ids import normalize_ids
+from dsv4_jax.engram.rows import EngramRows
 from dsv4_jax.engram.tables import EngramTable, EngramTables
 
-__all__ = ["EngramTable", "EngramTables", "normalize_ids"]
+__all__ = ["EngramRows", "EngramTable", "EngramTables", "normalize_ids"]

@@ -47,16 +47,25 @@ def look_back(config: EngramConfig, normalized: np.ndarray, token_ids: np.ndarra
     Returns:
       i64[..., T, max_ngram]; before the start of a sequence that of `pad_token_id`.
     """
-    pad = normalized[config.pad_token_id]
-    ids = normalized[token_ids]
-    past = np.full((*ids.shape[:-1], config.max_ngram - 1), pad, np.int64)
+    ids = np.asarray(token_ids)
+    past = np.full((*ids.shape[:-1], config.max_ngram - 1), -1, ids.dtype)
     whole = np.concatenate([past, ids], axis=-1)
-    return np.lib.stride_tricks.sliding_window_view(whole, config.max_ngram, axis=-1)[..., ::-1]
+    back = np.lib.stride_tricks.sliding_window_view(whole, config.max_ngram, axis=-1)[..., ::-1]
+    return normalize(config, normalized, back)
+
+
+def normalize(config: EngramConfig, normalized: np.ndarray, back: np.ndarray) -> np.ndarray:
+    """Normalised ids i64[..., n] of tokens and of those before them; -1 is of `pad_token_id`."""
+    return normalized[np.where(back < 0, config.pad_token_id, back)]
 
 
 def hash_rows(config: EngramConfig, normalized: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
     """Rows of each table: i64[..., T, L, columns]; arguments as of `look_back`."""
-    back = look_back(config, normalized, token_ids)
+    return hash_ngrams(config, look_back(config, normalized, token_ids))
+
+
+def hash_ngrams(config: EngramConfig, back: np.ndarray) -> np.ndarray:
+    """Rows of each table of normalised ids i64[..., max_ngram]: i64[..., L, columns]."""
     products = back[..., None, :] * multipliers(config)  # i64[..., T, L, max_ngram], below 2**63
     mixed = np.bitwise_xor.accumulate(products, axis=-1)[..., 1:]  # of 2 tokens, 3 and so on
     primes = np.array(config.primes, np.int64)  # i64[L, columns]

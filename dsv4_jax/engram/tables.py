@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
 from dsv4_jax import checks
 from dsv4_jax.config.engram import GROUP, EngramConfig
-from dsv4_jax.engram.hashes import hash_rows
+from dsv4_jax.engram.hashes import hash_ngrams, hash_rows, normalize
 from dsv4_jax.engram.ids import normalize_ids
+from dsv4_jax.engram.rows import EngramRows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,6 +32,13 @@ class EngramTable:
     def num_bytes(self) -> int:
         """Bytes of its arrays."""
         return self.values.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    def take(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Values and scales of rows i64[...] as `EngramRows` has them."""
+        values = self.values[rows]
+        if self.scale is None:
+            return values, None
+        return values.view(np.uint8), self.scale[rows]
 
     def read(self, rows: np.ndarray | slice) -> np.ndarray:
         """f32[..., head_dim] of rows i64[...]."""
@@ -84,6 +94,37 @@ class EngramTables:
     def num_bytes(self) -> int:
         """Bytes of all tables."""
         return sum(table.num_bytes for table in self.tables)
+
+    def take(self, back: np.ndarray) -> EngramRows:
+        """What tokens read, as it is stored.
+
+        Args:
+          back: i[..., max_ngram], ids of each token and of those before it, the nearest first; -1
+            where the sequence has none.
+
+        Raises:
+          ValueError: a token has no normalised id.
+        """
+        ids = np.asarray(back)
+        checks.in_range("token_ids", ids, -1, len(self.normalized))
+        hashed = hash_ngrams(self.config, normalize(self.config, self.normalized, ids))
+        taken = [table.take(hashed[..., n, :]) for n, table in enumerate(self.tables)]
+        values, scales = zip(*taken, strict=True)
+        has_scale = scales[0] is not None
+        return EngramRows(
+            values=np.stack(values, axis=-3), scale=np.stack(scales, axis=-3) if has_scale else None
+        )
+
+    def shapes(self, *lead: int) -> EngramRows:
+        """Shapes and dtypes of `take` of ids i[*lead, max_ngram]."""
+        first, sizes = self.tables[0], (*lead, len(self.tables), self.config.num_columns)
+        shape: Any = jax.ShapeDtypeStruct
+        if first.scale is None:
+            return EngramRows(values=shape((*sizes, self.config.head_dim), first.values.dtype))
+        return EngramRows(
+            values=shape((*sizes, self.config.head_dim), np.uint8),
+            scale=shape((*sizes, first.scale.shape[-1]), np.uint8),
+        )
 
     def rows(self, token_ids: np.ndarray) -> np.ndarray:
         """What every token of whole sequences reads.

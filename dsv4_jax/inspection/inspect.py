@@ -106,9 +106,11 @@ def _read_layer(
     numbers = np.zeros(0, np.int32)
     per_block = schema.entries_per_block
     if per_block:
-        pool = cache.paged[schema.attn_type]
+        pool = cache.paged[schema.entry_family]
         numbers = np.arange(length // ratio, dtype=np.int32)
-        read = functools.partial(_read_blocks, layer=layer, table=table, count=len(numbers))
+        read = functools.partial(
+            _read_blocks, layer=schema.entry_idx, table=table, count=len(numbers)
+        )
         entries = read(pool.entries, schema.format.entry, schema.entry_head_dim)
         index_keys = np.zeros((len(numbers), 0), np.float32)
         if pool.index_keys is not None:
@@ -187,6 +189,11 @@ def _find_selections(
     """{layer: bool[E]}, what the next token would attend to in each CSA layer."""
     checks.instance("params", params, DSV4Params)
     checks.instance("config", config, DSV4Config)
+    if config.sources is not None:
+        raise NotImplementedError(
+            "selections are not read of a DeepSeek-V4.1 model, whose layers share them, yet; leave "
+            "params, config and next_token out"
+        )
     token = checks.integer("next_token", next_token, 0, config.vocab_size - 1)
     step = StepInput(
         token_ids=jnp.array([token], jnp.int32),

@@ -15,6 +15,7 @@ from dsv4_jax.attention.csa import csa_attention
 from dsv4_jax.attention.hca import hca_attention
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import Output
+from dsv4_jax.attention.shared import shared_attention
 from dsv4_jax.attention.swa import swa_attention
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.new_tokens import NewTokens
@@ -85,7 +86,10 @@ def _run_attention(
     def attention(
         params: AttentionParams, x: jax.Array
     ) -> tuple[tuple[LayerCacheHandle, NewTokens | None], Output]:
-        new_handle, new, y = _CACHED_ATTENTION[handle.schema.attn_type](params, x, handle, config)
+        attend = _CACHED_ATTENTION[handle.schema.attn_type]
+        if handle.schema.shares and handle.schema.ratio:
+            attend = shared_attention
+        new_handle, new, y = attend(params, x, handle, config)
         # Rings and states are read before and written after: unordered, XLA would copy them whole.
         return jax.lax.optimization_barrier(((new_handle, new), y))
 

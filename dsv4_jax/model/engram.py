@@ -13,10 +13,17 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax import checks
+from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.token_ids import look_back
+from dsv4_jax.collectives import rows_of_a_device, take_rows
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.engram import EngramTables
+from dsv4_jax.config.layer_schedule import LayerSpec
+from dsv4_jax.engram import EngramRows, EngramTables
 from dsv4_jax.linear import linear
-from dsv4_jax.model.layer_params import EngramParams
+from dsv4_jax.model.hyper_connections import Residual
+from dsv4_jax.model.layer_params import EngramParams, LayerParams
+from dsv4_jax.model.params import DSV4Params
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.norm_rope import rms_norm
 
 _LEAST = 1e-6
@@ -35,6 +42,72 @@ def look_up_rows(tables: EngramTables, token_ids: jax.Array) -> jax.Array:
 
 def _rows(tables: EngramTables, token_ids: jax.Array) -> np.ndarray:
     return tables.rows(np.asarray(token_ids))
+
+
+def look_up_call(
+    params: DSV4Params,
+    cache: ModelCache,
+    token_ids: jax.Array,
+    call: CallIndices,
+    config: DSV4Config,
+) -> EngramRows:
+    """What the tokens of a call read, gathered on the host; in a program by a callback.
+
+    Raises:
+      ValueError: the parameters do not have the tables.
+    """
+    tables = tables_of(params, config)
+    back = look_back(cache, token_ids, call)
+    known = checks.known_values(back)
+    if known is not None:
+        return tables.take(known)
+    return jax.pure_callback(functools.partial(_take, tables), tables.shapes(len(token_ids)), back)
+
+
+def _take(tables: EngramTables, back: np.ndarray) -> EngramRows:
+    return tables.take(np.asarray(back))
+
+
+def tables_of(params: DSV4Params, config: DSV4Config) -> EngramTables:
+    """The tables of a model.
+
+    Raises:
+      ValueError: the model has tables, and the parameters do not.
+    """
+    if params.engram is None or params.engram.config != config.engram:
+        raise ValueError(
+            "params.engram must be the Engram tables of config, got "
+            f"{None if params.engram is None else params.engram.config}; load_checkpoint gives them"
+        )
+    return params.engram
+
+
+def write_rows(
+    layer: LayerParams,
+    residual: Residual,
+    rows: EngramRows | None,
+    spec: LayerSpec,
+    config: DSV4Config,
+    offset: jax.Array | int = 0,
+) -> Residual:
+    """The residual before a layer, with its table's rows written to the streams, if it has one.
+
+    Args:
+      layer: parameters of the layer.
+      residual: streams [T, S, D]; on a mesh of those rows that this device has.
+      rows: of all tokens.
+      spec: the layer, or the one of the first copy of its pattern.
+      config: the model.
+      offset: tables between that one and the layer's own.
+    """
+    if layer.engram is None:
+        return residual
+    assert config.engram is not None
+    assert rows is not None
+    own = rows.of_table(config.engram.layers.index(spec.layer_idx) + offset)
+    own = take_rows(own, rows_of_a_device(own.shape[0]))
+    name = f"L{spec.layer_idx}/engram"
+    return residual.with_streams(write_engram(layer.engram, residual.written(), own, config, name))
 
 
 def write_engram(

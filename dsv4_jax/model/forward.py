@@ -19,7 +19,7 @@ from dsv4_jax.config.layer_schedule import LayerSpec, layer_schedule
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.block import block
 from dsv4_jax.model.check_params import check_params
-from dsv4_jax.model.engram import look_up_rows, write_engram
+from dsv4_jax.model.engram import look_up_rows, tables_of, write_engram
 from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.trunk import embed, head, head_of_collapsed, mean_of_streams
@@ -178,9 +178,4 @@ def _engram_rows(params: DSV4Params, token_ids: jax.Array, config: DSV4Config) -
     """
     if config.engram is None:
         return jnp.zeros((*token_ids.shape, 0, 0), jnp.float32)
-    if params.engram is None or params.engram.config != config.engram:
-        raise ValueError(
-            "params.engram must be the Engram tables of config, got "
-            f"{None if params.engram is None else params.engram.config}; load_checkpoint gives them"
-        )
-    return look_up_rows(params.engram, token_ids)
+    return look_up_rows(tables_of(params, config), token_ids)

@@ -15,16 +15,20 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.attention.selection import selected_width
+from dsv4_jax.cache.candidates import count_blocks
 from dsv4_jax.cache.commit import commit_tokens
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import Family, NewTokens, put_layer
+from dsv4_jax.cache.token_ids import keep_token_ids
 from dsv4_jax.collectives import join_rows, rows_of_a_device, sum_over_model, take_rows
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import LayerSpec, Segment, layer_schedule, split_into_segments
+from dsv4_jax.engram import EngramRows
 from dsv4_jax.linear import linear
 from dsv4_jax.mesh import MODEL, axis_size, place_on
 from dsv4_jax.model.block import run_block
+from dsv4_jax.model.engram import look_up_call, write_rows
 from dsv4_jax.model.hyper_connections import Residual, collapse_streams
 from dsv4_jax.model.layer_params import HyperConnectionParams, layer_of
 from dsv4_jax.model.params import DSV4Params
@@ -58,8 +62,10 @@ class TrunkOutput(NamedTuple):
     Attributes:
       cache: the cache after the call; lengths are not advanced.
       staged: tokens that are still to be committed, by attention type; None if there are none.
-      streams: [T, S, D], residual streams before the head.
-      means: [T, K, D], the streams' means after each target layer; None without targets.
+      streams: [T, S, D], residual streams before the head; [T, 1, D], what the last sublayer's
+        weights make of them, where `config.shifted_streams`.
+      means: [T, K, D], the streams' means after each target layer, or before it where
+        `config.shifted_streams`; None without targets.
     """
 
     cache: ModelCache
@@ -77,6 +83,7 @@ def run_layers(
     config: DSV4Config,
     *,
     targets: tuple[int, ...] = (),
+    engram_rows: EngramRows | None = None,
 ) -> TrunkOutput:
     """The trunk on a cache: every layer appends, selects and attends.
 
@@ -92,23 +99,52 @@ def run_layers(
         type, and rings and states stay as they were; layers may be separate where all are unrolled.
       config: the model.
       targets: layers, ascending, after which a DSpark draft reads the streams.
+      engram_rows: what the call's tokens read of the Engram tables; None looks them up, in a
+        program by a callback.
     """
-    selected = None
+    rows = None
+    if config.engram is not None:
+        rows = engram_rows or look_up_call(params, cache, token_ids, call, config)
+        cache, staged = keep_token_ids(cache, staged, token_ids, call)
+    streams = embed(params, token_ids, config)
+    residual = start_residual(streams, shifted=config.shifted_streams)
+    carry = (cache, staged, residual, *_nothing_selected(cache, token_ids.shape[0], config))
+    means = []
+    for segment in _segments(layer_schedule(config), targets):
+        first, last = segment.pattern[0], segment.pattern[-1]
+        if config.shifted_streams and first.layer_idx in targets:
+            layer = layer_of(params.layers[first.kind], first.kind_idx)
+            residual = write_rows(layer, carry[2], rows, first, config)
+            means.append(mean_of_streams(residual.written()))
+        carry = _run_segment(segment, params, token_ids, call, config, carry, rows)
+        is_target = last.layer_idx in targets and segment.repeats == 1
+        if is_target and not config.shifted_streams:
+            means.append(mean_of_streams(carry[2].written()))
+    cache, staged, residual, *_ = carry
+    num_rows = token_ids.shape[0]
+    streams = residual.collapsed()[:, None] if config.shifted_streams else residual.written()
+    with using(params.peers):
+        joined = join_rows(jnp.stack(means, axis=1), num_rows) if means else None
+        return TrunkOutput(cache, staged, join_rows(streams, num_rows), joined)
+
+
+def _nothing_selected(
+    cache: ModelCache, num_tokens: int, config: DSV4Config
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Where layers take over what others selected: i32[T, K], and i32[T, n] of candidates."""
+    selected = candidates = None
     if config.index_reuse:
         max_entries = cache.max_context_tokens // config.csa_compression_ratio
         width = selected_width(max_entries, config)
-        selected = jnp.zeros((token_ids.shape[0], width), jnp.int32)
-    carry = (cache, staged, start_residual(embed(params, token_ids, config)), selected)
-    means = []
-    for segment in _segments(layer_schedule(config), targets):
-        carry = _run_segment(segment, params, token_ids, call, config, carry)
-        if segment.pattern[-1].layer_idx in targets and segment.repeats == 1:
-            means.append(mean_of_streams(carry[2].written()))
-    cache, staged, residual, _ = carry
-    num_rows = token_ids.shape[0]
-    with using(params.peers):
-        joined = join_rows(jnp.stack(means, axis=1), num_rows) if means else None
-        return TrunkOutput(cache, staged, join_rows(residual.written(), num_rows), joined)
+        selected = jnp.zeros((num_tokens, width), jnp.int32)
+    if config.sources is not None:
+        selected = jnp.full((num_tokens, config.indexer_top_k), -1, jnp.int32)
+        limit = config.sources.candidates
+        if limit is not None:
+            max_entries = cache.max_context_tokens // config.sources.ratios[limit.layer]
+            if count := count_blocks(max_entries, limit):
+                candidates = jnp.full((num_tokens, count), -1, jnp.int32)
+    return selected, candidates
 
 
 def mean_of_streams(streams: jax.Array) -> jax.Array:
@@ -123,13 +159,15 @@ def _segments(schedule: tuple[LayerSpec, ...], targets: tuple[int, ...]) -> tupl
     return tuple(segment for part in parts for segment in split_into_segments(part))
 
 
-def start_residual(streams: jax.Array) -> Residual:
+def start_residual(streams: jax.Array, *, shifted: bool = False) -> Residual:
     """Of [T, S, D] those rows that this device has between sublayers; nothing is to be written."""
-    return Residual.start(take_rows(streams, rows_of_a_device(streams.shape[0])))
+    own = take_rows(streams, rows_of_a_device(streams.shape[0]))
+    return Residual.start(own, shifted=shifted)
 
 
-Carry = tuple[ModelCache, Mapping[str, Family] | None, Residual, jax.Array | None]
-"""Cache, staged rows, residual and, with `index_reuse`, what the last CSA layer selected."""
+Carry = tuple[ModelCache, Mapping[str, Family] | None, Residual, jax.Array | None, jax.Array | None]
+"""Cache, staged rows, residual and, where layers take them over, entries that the last CSA layer
+selected, and candidates."""
 
 
 def _run_segment(
@@ -139,6 +177,7 @@ def _run_segment(
     call: CallIndices,
     config: DSV4Config,
     carry: Carry,
+    rows: EngramRows | None,
 ) -> Carry:
     stacked = not any(isinstance(params.layers[spec.kind], tuple) for spec in segment.pattern)
 
@@ -147,18 +186,25 @@ def _run_segment(
             kind_idx = spec.kind_idx + copy * segment.kind_stride(spec)
             family_idx = spec.family_idx + copy * segment.family_stride(spec)
             layer = layer_of(params.layers[spec.kind], kind_idx)
-            cache, staged, residual, selected = carry
-            in_place = staged is None and call.max_row_tokens == 1
-            handle = cache.layer(spec.attn, family_idx, call, in_place=in_place)
-            if spec.index_source is not None:
-                handle = dataclasses.replace(handle, selected=selected)
+            cache, staged, residual, selected, candidates = carry
+            in_place = staged is None and call.max_row_tokens == 1 and config.query_norm
+            shared, entry_idx = {}, family_idx
+            if spec.shares:
+                entry_idx = spec.entry_idx + copy * segment.entry_stride(spec)
+                shared = {"schema": cache.schemas[spec.layer_idx], "entry_idx": entry_idx}
+            handle = cache.layer(spec.attn, family_idx, call, in_place=in_place, **shared)
+            if spec.index_source is not None or (spec.shares and spec.ratio):
+                handle = dataclasses.replace(handle, selected=selected, candidates=candidates)
             with jax.named_scope(spec.kind):
+                table = copy * segment.engram_stride
+                residual = write_rows(layer, residual, rows, spec, config, table)
                 handle, new, residual = run_block(
                     layer, residual, token_ids, handle, config, params.peers
                 )
             if handle.selected is not None:
-                selected = handle.selected
-            carry = (*keep(cache, staged, handle, new, family_idx), residual, selected)
+                selected, candidates = handle.selected, handle.candidates
+            kept = keep(cache, staged, handle, new, family_idx, entry_idx)
+            carry = (*kept, residual, selected, candidates)
         return carry, None
 
     if segment.repeats == 1 or not stacked:
@@ -174,18 +220,32 @@ def keep(
     handle: LayerCacheHandle,
     new: NewTokens | None,
     layer: jax.Array | int | None = None,
+    entry_layer: jax.Array | int | None = None,
 ) -> tuple[ModelCache, Mapping[str, Family] | None]:
     """Commits a layer's new tokens, or stages them for a later commit; None has nothing to keep.
 
-    `layer` is the handle's, static where tokens of layers are staged apart; None takes it as it is.
+    `layer` and `entry_layer` are the handle's, static where tokens of layers are staged apart; None
+    takes them as they are.
     """
     if new is None:
         return cache.with_layer(handle), staged
-    if staged is None:
-        state = commit_tokens(handle.state, new, handle.call, layer=handle.layer)
-        return cache.with_layer(dataclasses.replace(handle, state=state)), None
     attn, index = handle.schema.attn_type, handle.layer if layer is None else layer
-    return cache.with_layer(handle), {**staged, attn: put_layer(staged[attn], index, new)}
+    cache, parts = cache.with_layer(handle), [(str(attn), index, new)]
+    if handle.schema.pending_tokens:
+        # Of another family, which fewer layers have.
+        family = handle.schema.entry_family
+        place = handle.entry_layer if entry_layer is None else entry_layer
+        window = dataclasses.replace(new, compressor=None)
+        pending = NewTokens(window={}, compressor=new.compressor, indexer=None)
+        parts = [(str(attn), index, window), (family, place, pending)]
+    for family, place, tokens in parts:
+        if staged is None:
+            number = jnp.asarray(place, jnp.int32)
+            state = commit_tokens(cache.state[family], tokens, handle.call, layer=number)
+            cache = dataclasses.replace(cache, state={**cache.state, family: state})
+        else:
+            staged = {**staged, family: put_layer(staged[family], place, tokens)}
+    return cache, staged
 
 
 def head(
@@ -197,15 +257,11 @@ def head(
 ) -> jax.Array:
     """[..., S, D] -> f32[..., V]; on a mesh of this device's part of the vocabulary.
 
-    Raises:
-      NotImplementedError: the model has no hyper-connections before its head.
+    Without a hyper-connection of its own the streams are [..., 1, D], collapsed already.
     """
-    if hc_head is None:
-        raise NotImplementedError(
-            "hc_head is missing: the streams of a DeepSeek-V4.1 model are collapsed with what its "
-            "last sublayer computed, as forward does; nothing else runs such a model yet"
-        )
-    collapsed = collapse_streams(hc_head, streams, config)
+    collapsed = streams[..., 0, :]
+    if hc_head is not None:
+        collapsed = collapse_streams(hc_head, streams, config)
     return head_of_collapsed(norm, weight, collapsed, config)
 
 

@@ -79,7 +79,7 @@ def _sizes(engine: EngineCore) -> dict[str, Any]:
     pools, families = engine.loop.runner.plan, {}
     for schema in engine.cache.schemas:
         one = families.setdefault(
-            schema.attn_type.value,
+            schema.entry_family or schema.attn_type.value,
             {
                 "layers": 0,
                 "tokens_of_an_entry": schema.compression_ratio,

@@ -147,7 +147,8 @@ class EngineOptions:
         Ruled(
             By(check_format),
             flag=Word(tuple(CACHE_FORMATS)),
-            help="how the cache stores entries and index keys",
+            help="how the cache stores entries and index keys; if not given, as the model was "
+            "trained",
         ),
     ] = None
     idea: Annotated[Idea | None, Ruled(Instance(Idea))] = None

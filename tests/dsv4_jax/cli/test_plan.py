@@ -417,11 +417,14 @@ def test_v41_flash_on_four_cards(plan):
     """deepseek_v41.md sections 3, 9 and 10: bytes of a card, of a token, and of the host."""
     _, text = plan("v41-flash", "--gpu", "h200x4")
     assert "weights: 78.75 GiB, 3 draft stages included" in text
-    assert "a token takes 1,630 bytes in fp8_ue8m0: 4 of 40 layers make entries" in text
+    assert "a token takes 890 bytes in fp4_e4m3: 4 of 40 layers make entries" in text
+    million = re.search(r"and one of a million tokens ([\d.]+) GB", text)
+    assert float(million[1]) == pytest.approx((890 * 2**20 + 43 * 128 * 528) / 1e9, rel=1e-3)
+    assert float(million[1]) <= 0.95
     assert "Engram tables: 202,758,032,400 bytes, 188.83 GiB, of each host's memory" in text
     assert "a token reads 12.7 KB of them" in text
     assert re.search(r"requests that fit: \d", text)
-    assert "not there yet: a cache, an engine and drafts for this model" in text
+    assert "not there yet: drafts of this model" in text
     assert "files: 96,085 tensors, 510,286,023,000 bytes" in text
     assert "left out: images: 309 tensors" in text
     assert "floor of a decode step" not in text

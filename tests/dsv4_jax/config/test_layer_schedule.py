@@ -158,3 +158,30 @@ def test_draft_layer_follows_the_trunk(layers):
     assert (draft.attn, draft.router, draft.kind_idx) == (SWA, LEARNED, 0)
     assert draft.layer_idx == len(layers)
     assert draft.family_idx == attns.count(SWA)
+
+
+@pytest.mark.parametrize("config", [DSV4Config.flash(), DSV4Config.pro(), DSV4Config.v41_flash()])
+def test_copies_of_a_pattern_have_the_places_of_their_layers(config):
+    """In the stacks of their type, of their kind, and of the entries that they read."""
+    schedule, made = layer_schedule(config), {}
+    for spec in schedule:
+        if spec.makes_entries:
+            family = made.setdefault(spec.entry_family, {})
+            family[spec.layer_idx] = len(family)
+    found = []
+    for segment in split_into_segments(schedule):
+        for copy in range(segment.repeats):
+            for spec in segment.pattern:
+                own = schedule[len(found)]
+                found.append(own)
+                for name, stride in (
+                    ("family_idx", segment.family_stride(spec)),
+                    ("kind_idx", segment.kind_stride(spec)),
+                    ("entry_idx", segment.entry_stride(spec) if spec.shares else 0),
+                ):
+                    assert getattr(spec, name) + copy * stride == getattr(own, name)
+                if own.shares and own.entry_source is not None:
+                    assert own.entry_idx == made[own.entry_family][own.entry_source]
+    assert tuple(found) == schedule
+    if config.sources is not None:
+        assert {name: len(layers) for name, layers in made.items()} == {"csa1": 1, "csa2": 3}

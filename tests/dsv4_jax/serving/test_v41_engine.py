@@ -1,0 +1,73 @@
+"""An engine of a DeepSeek-V4.1 model draws what its steps draw, whatever happens to a request.
+
+Storage that is freed is full of NaN, and every step is verified (`debug`).
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+import dsv4_jax as ds
+from helpers.v41_cache import greedy, model
+
+pytestmark = pytest.mark.unoptimised
+
+WANTED = {"stop_token_ids": ()}
+
+
+@functools.cache
+def engine():
+    return ds.Engine(
+        *model(),
+        max_requests=3,
+        max_context_tokens=256,
+        cache_format="f32",
+        prefill_tokens=(16,),
+        debug=True,
+    )
+
+
+def prompt(length, seed=0):
+    config, _ = model()
+    return np.random.default_rng(seed).integers(3, config.vocab_size, length).tolist()
+
+
+def answer(request_id):
+    while engine().requests[request_id].finish_reason is None:
+        engine().step()
+    return engine().completion(request_id).token_ids
+
+
+def test_prompts_of_any_length_are_answered_beside_each_other():
+    prompts = [prompt(41, 1), prompt(1, 2), prompt(18, 3), prompt(33, 4)]  # one has to wait
+    found = engine().generate(prompts, max_new_tokens=6, **WANTED)
+    for tokens, completion in zip(prompts, found, strict=True):
+        assert completion.token_ids == greedy(tokens, 6)
+    assert not engine().verify().problems
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tail", [1, 6, 13])
+def test_a_prefix_hit_goes_on_as_the_prompt_did(tail):
+    """With the n-grams of tokens that it did not read, and pairs that begin at the boundary."""
+    head = prompt(128, 5)
+    engine().generate([head + prompt(9, 6)], max_new_tokens=2, **WANTED)
+    before, tokens = engine().metrics.hit_tokens, head + prompt(tail, 7 + tail)
+    (completion,) = engine().generate([tokens], max_new_tokens=5, **WANTED)
+    assert engine().metrics.hit_tokens - before == 128
+    assert completion.token_ids == greedy(tokens, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_a_fork_and_who_was_preempted_go_on(steps):
+    """At odd and even lengths: a token waits for its second, or none does."""
+    tokens = prompt(12, 20)
+    first = engine().submit(tokens, max_new_tokens=9, **WANTED)
+    for _ in range(steps):
+        engine().step()
+    second = engine().fork(first, seed=0)
+    engine().preempt(first)
+    wanted = greedy(tokens, 9)
+    assert answer(second) == answer(first) == wanted
