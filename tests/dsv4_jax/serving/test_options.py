@@ -30,12 +30,12 @@ def test_what_takes_options_has_few_arguments():
 
 @pytest.mark.parametrize("serves", [False, True])
 def test_options_of_the_command_line_give_the_defaults(serves):
-    """But for the format, which is named there."""
+    """The format among them, which is the model's own."""
     parser = arguments.Parser("test")
     engine_options.add_engine_options(parser, serves=serves)
     chosen = arguments.chosen_fields(parser.parse_args([]), EngineOptions)
     assert ("max_requests" in chosen) == serves
-    assert EngineOptions(**chosen) == EngineOptions(cache_format="fp8_ue8m0")
+    assert EngineOptions(**chosen) == EngineOptions()
 
 
 def test_each_option_of_the_command_line_reaches_its_field():
