@@ -13,7 +13,6 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cache.packed_rows import pack_rows, row_bytes, unpack_rows
-from dsv4_jax.serving import Grammar
 from dsv4_jax.serving.device import page_memory, request_rows
 from dsv4_jax.serving.requests import cached_request
 from dsv4_jax.serving.requests.cached_request import CachedRequest
@@ -21,7 +20,7 @@ from dsv4_jax.serving.requests.request import TokenLogprobs
 from helpers import serving, slow
 from helpers.engine_life import Life, alone
 from helpers.schedules import assert_same_bytes
-from helpers.serving import byte_tokenizer, limit, make_engine, prompt, rows_of, run_to_end
+from helpers.serving import limit, make_engine, prompt, rows_of, run_to_end
 
 OPTIONS = {"max_new_tokens": 20, "stop_token_ids": (), "temperature": 1.0, "seed": 3}
 
@@ -135,27 +134,6 @@ def test_what_a_step_in_flight_drew_is_part_of_it():
         assert target.num_unfinished == 0
         if len(cached.token_ids) == 3 + count + 2:
             assert cached.rows is None
-
-
-def test_texts_stops_grammars_and_logprobs_go_on():
-    """What held text back, or follows a grammar, is followed anew from the tokens."""
-    model = serving.one_layer(vocab_size=260, eos_token_ids=(257,))
-    sizes = serving.SIZES | {"draft_tokens": 0, "tokenizer": byte_tokenizer()}
-    source, target = (ds.Engine(*model, **sizes) for _ in range(2))
-    wanted = {
-        "logprobs": 2, "stop_texts": ("cdx",), "presence_penalty": 0.5, "logit_bias": {97: 3.0},
-        "grammar": Grammar("regex", "(ab|cd){6,9}"), "max_new_tokens": 30, "seed": 4,
-        "temperature": 1.0,
-    }  # fmt: skip
-    request_id = source.submit("Once upon a time", **wanted)
-    step_to(source, request_id, drawn=3)
-    cached = sent(source.snapshot(request_id))
-    assert cached.sampling == source.requests[request_id].sampling
-    came = target.restore(cached)
-    (done,), (copy,) = run_to_end(source, request_id), run_to_end(target, came)
-    assert copy == done
-    assert len(done.logprobs) == len(done.token_ids) > 12
-    assert set(done.text) <= set("abcd")
 
 
 def test_a_request_that_waits_brings_its_tokens_or_what_it_came_with():
