@@ -5,6 +5,7 @@ A life raises where a request does not get, to the bit, what the same mesh gives
 """
 
 import dataclasses
+import tempfile
 
 import jax
 import numpy as np
@@ -31,6 +32,7 @@ def add_arguments(parser):
     parser.add_argument("--split", action="store_true", help="deal blocks over model")
     parser.add_argument("--moves", action="store_true", help="requests leave, and come again")
     parser.add_argument("--host", action="store_true", help="all that is unused goes to the host")
+    parser.add_argument("--disk", action="store_true", help="and from there to a disk alone")
     parser.add_argument("--small", action="store_true", help="one layer, no drafts")
 
 
@@ -39,6 +41,8 @@ def check_all(arguments):
         use_small_model()
     if arguments.host:
         OPTIONS["host_cache_bytes"] = 10**6
+    if arguments.disk:
+        OPTIONS["disk_cache_bytes"] = 10**7
     if arguments.split:
         OPTIONS["split_cache"] = True
     found = {name: check(name, arguments) for name in arguments.meshes}
@@ -59,6 +63,8 @@ def engine_on(mesh, **changes):
     """An engine of `helpers.serving` with two slots on each data shard, or on one device."""
     shards = 1 if mesh is None else mesh.shape["data"]
     sizes = {"max_requests": 2 * shards, "num_snapshots": 8 * shards, "mesh": mesh}
+    if "disk_cache_bytes" in OPTIONS:
+        sizes["disk_cache_dir"] = tempfile.mkdtemp()  # each has a disk of its own
     return serving.make_engine(**(sizes | OPTIONS | changes))
 
 
@@ -84,16 +90,26 @@ def lives(mesh, plain, *, seeds, events, scarce, moves=False):
                 moved += life.move(life)
             for manager in engine.loop.shards.managers if engine.loop.host else ():
                 manager.evict(manager.num_blocks)
+            if "disk_cache_bytes" in OPTIONS and number % 2:
+                drop_host_pages(engine)
             now = [shard.running for shard in engine.metrics.data_shards]
             most = [max(pair) for pair in zip(most, now, strict=True)]
             check_metrics(engine)
         life.finish()
         metrics = engine.metrics
         names = ("hit_tokens", "accepted_tokens", "preempted", "evicted_blocks", "snapshots")
-        names += ("host_hit_tokens",)
+        names += ("host_hit_tokens", "disk_hit_tokens")
         counts.append(life.counts | {name: getattr(metrics, name) for name in names})
         counts[-1] |= {"most_running": most, "moved": moved}
     return counts
+
+
+def drop_host_pages(engine):
+    """What is not on its way is on the disk alone, or gone."""
+    tier = engine.loop.host.tier
+    for page in tier.pages:
+        if not page.holders:
+            tier.drop(page)
 
 
 def _scarce_engine(mesh, few):

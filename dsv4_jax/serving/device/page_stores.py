@@ -82,9 +82,9 @@ class PageStores:
         self._metrics = metrics
         self._runs: list[_Run] = []
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "host-cache-store")
-        self._unused: list[collections.deque[PrefixNode]] = []
+        self._unused: list[collections.OrderedDict[PrefixNode, None]] = []
         for manager in shards.managers:
-            self._unused.append(collections.deque())
+            self._unused.append(collections.OrderedDict())
             manager.prefixes.tree.leaving = []
             if writes is not None and writes.disk.is_writer:
                 manager.prefixes.tree.unused = []
@@ -115,6 +115,8 @@ class PageStores:
     def keep(self) -> None:
         """Begins to copy what has left the trees; before anything that may write over it."""
         self._end_runs()
+        if self.writes is not None:
+            self.writes.move()  # before others take the place of what has come
         for shard, manager in enumerate(self._shards.managers):
             leaving, manager.prefixes.tree.leaving = manager.prefixes.tree.leaving or [], []
             # The end of a prefix leaves first, and is of no use without the beginning: where not
@@ -134,20 +136,19 @@ class PageStores:
             self.tier.use((one.of, one.content) for one in leaving)
         if self.writes is not None:
             self._keep_unused(self.writes)
-            self.writes.move()
 
     def _keep_unused(self, writes: DiskWrites) -> None:
         """Begins to copy what nobody uses and the disk lacks, while there is room for it."""
         for shard, manager in enumerate(self._shards.managers):
             tree, unused = manager.prefixes.tree, self._unused[shard]
             if tree.unused:
-                unused.extend(reversed(tree.unused))
+                unused.update(dict.fromkeys(reversed(tree.unused)))
                 tree.unused = []
             rows: dict[str, list[PrefixNode]] = {"blocks": [], "snapshots": []}
             room = int(MOST_STORING_BYTES * _SHARE_UNUSED) - writes.left_bytes
             room -= sum(run.num_bytes for run in self._runs)
             while unused and room > 0:
-                node = unused.popleft()
+                node, _ = unused.popitem(last=False)
                 for of in rows:
                     can_resume = node.snapshot >= 0 and not node.is_demoted
                     is_there = node.is_kept and (of == "blocks" or can_resume)
@@ -165,7 +166,11 @@ class PageStores:
                     part = [Leaving.of_node(of, node) for node in nodes[start : start + size]]
                     self._store(of, shard, part, is_ahead=True)
                 # Who found no page, since all are held, comes again.
-                unused.extendleft(n for n in reversed(nodes) if not self.tier.has(of, n.key))
+                fits = self._devices.bytes_of_row(of) <= self.tier.max_bytes
+                for node in reversed(nodes) if fits else ():
+                    if not self.tier.has(of, node.key):
+                        unused[node] = None
+                        unused.move_to_end(node, last=False)
 
     def make_room(self, shard: int, num_blocks: int) -> bool:
         """Whether so many blocks can be taken now, and all that gives way for them be copied.

@@ -88,6 +88,16 @@ def test_others_run_while_a_file_is_read_and_a_damaged_one_is_computed_again(
     assert run_to_end(third, third.submit(text, **OPTIONS))[0].hit_tokens == 256  # written anew
 
 
+def test_what_goes_to_the_disk_needs_room_for_one_page_of_the_host(build):
+    """Snapshots, which are larger than all of it here, are left out."""
+    first = build(host_cache_bytes=2100)
+    assert first.loop.runner.devices.bytes_of_row("blocks") < 2100
+    run_to_end(first, first.submit(prompt(np.random.default_rng(6), 300), **OPTIONS))
+    first.close()
+    assert [page.of for page in first.loop.host.disk._pages.values()] == ["blocks"] * 2
+    assert not first.loop.host._stores.begun
+
+
 def test_after_a_call_that_raised_the_disk_is_what_it_was(build, monkeypatch):
     text = prompt(np.random.default_rng(5), 300)
     wanted = alone(text, OPTIONS)
@@ -159,7 +169,7 @@ class MovedLife(Life):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host_bytes", [0, 4_000])
+@pytest.mark.parametrize("host_bytes", [0, 7_000])
 def test_lives_that_go_on_in_the_next_engine(build, host_bytes):
     hits = 0
     for seed in range(3):

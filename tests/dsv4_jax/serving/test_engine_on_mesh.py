@@ -48,6 +48,13 @@ def test_prefixes_that_lie_on_the_host_come_back_to_any_shard_of_a_mesh(mesh):
     assert life["host_hit_tokens"] > 0
 
 
+@pytest.mark.slow
+def test_prefixes_that_lie_on_a_disk_come_back_to_any_shard_of_a_mesh():
+    options = ("--events", "140", "--host", "--disk", "--small", "--seeds", "4")
+    (life,) = on_cpus.run("engine", "2x2", *options)["2x2"]["lives"]
+    assert life["disk_hit_tokens"] > 0
+
+
 @pytest.fixture(scope="module")
 def long_lives():
     """With drafts, snapshots and every type of layer; by mesh, and tokens of one device."""
