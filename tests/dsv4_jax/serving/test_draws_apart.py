@@ -314,16 +314,24 @@ def count_draws(engine, monkeypatch):
     return launched
 
 
+def submit_short(engine):
+    """Prompts of one token, for which nothing but steps that only decode is compiled."""
+    asked = [
+        {"max_new_tokens": 12, "stop_token_ids": ()},
+        {"max_new_tokens": 9, "stop_token_ids": (), "temperature": 1.0, "frequency_penalty": 1.0},
+        ASKED[0] | {"max_new_tokens": 200},
+    ]
+    return [engine.submit([60 + number], **each) for number, each in enumerate(asked)]
+
+
 def test_a_real_step_in_two_programs_draws_what_one_draws(monkeypatch):
-    """The other engine runs the program of prompts alone; all prompts are in the first step."""
+    """To the bit, log-probabilities too."""
     done = []
-    for changes in ({}, {"decode_tokens": BUCKET, "overlap": False}):
-        engine = make_engine(**changes)
+    for overlap in (True, False):
+        engine = make_engine(overlap=overlap)
         launched = count_draws(engine, monkeypatch)
-        ids = [submit(engine, number, max_new_tokens=4) for number in (1, 3)]
-        ids.append(submit(engine, 0))
-        done.append([one.token_ids for one in run_to_end(engine, *ids)])
-        assert (len(launched) > 10) == (not changes)
+        done.append(run_to_end(engine, *submit_short(engine)))
+        assert (len(launched) > 20) == overlap
         assert not engine.verify().problems
     assert done[0] == done[1]
 
@@ -341,8 +349,7 @@ def test_nothing_that_the_two_programs_are_given_moves(monkeypatch):
             return program(*arrays, **static)
 
         monkeypatch.setattr(engine_arrays, name, note)
-    ids = [submit(engine, number, max_new_tokens=9) for number in (0, 1, 3)]
-    run_to_end(engine, *ids)
+    run_to_end(engine, *submit_short(engine))
     assert [len(places[name]) for name in ("jit_plain_trunk", "jit_plain_draw")] == [1, 1]
 
 
@@ -364,6 +371,17 @@ def test_answers_and_log_probabilities_are_those_of_steps_that_wait(engines, mon
         assert done[0] == done[1]
     assert len(launched) > 50
     assert not engines[0].verify().problems
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_the_program_of_prompts(engines):
+    """Which has its own way to them."""
+    general = make_engine(decode_tokens=BUCKET, overlap=False)
+    for number in range(7):
+        one, other = (
+            run_to_end(each, submit(each, number, salt="general")) for each in (engines[0], general)
+        )
+        assert one[0].token_ids == other[0].token_ids
 
 
 @pytest.mark.slow
