@@ -5,8 +5,10 @@ an engine whose steps wait for each other.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
+import random
 
 import jax
 import numpy as np
@@ -17,7 +19,8 @@ from dsv4_jax.serving import Grammar
 from dsv4_jax.serving.device import engine_arrays
 from dsv4_jax.serving.device.idle_steps import idle_steps
 from dsv4_jax.step.serve_values import ServeOutput
-from helpers import failing_grammars
+from helpers import failing_grammars, slow
+from helpers.interrupts import Interrupt, Lines
 from helpers.serving import BUCKET, SIZES, byte_tokenizer, one_layer, run_to_end
 
 pytestmark = pytest.mark.unoptimised
@@ -44,6 +47,10 @@ ASKED = [
     {"grammar": LETTERS, "stop_texts": ["e", "st"], "temperature": 1.0},
     {"grammar": LETTERS, "max_new_tokens": 7, "top_p": 0.5, "temperature": 1.0},
 ]
+FILES_OF_A_STEP = (
+    "loop.py", "runner.py", "grammar_masks.py", "flight.py", "hand_out.py", "known_tokens.py",
+    "appended.py",
+)  # fmt: skip
 LENGTHS = (9, 5, 50, 3, 17, 30, 12)
 
 
@@ -280,6 +287,34 @@ def test_what_raises_between_trunk_and_draws_is_computed_again(name, monkeypatch
             engine.step()
     assert run_to_end(engine, request_id) == [wanted()[0]]
     check_nothing_is_held(engine)
+
+
+def interrupted(lines):
+    """Answers of requests whose steps are interrupted at these lines."""
+    engine, device = obedient_engine()
+    ids = [submit(engine, number, logprobs=None) for number in (0, 1, 2, 4, 6)]
+    while engine.num_unfinished:
+        with contextlib.suppress(Interrupt), lines.tracing("step"):
+            engine.step()
+    assert "draws" in device.happened
+    check_nothing_is_held(engine)
+    return [engine.completion(one) for one in ids]
+
+
+@pytest.mark.parametrize("every", slow.all_but([24], [24, 1]))
+def test_an_interrupt_anywhere_in_a_step_changes_no_token(every):
+    """Lines of what launches, reads and hands out a step."""
+    lines = Lines()
+    answers = interrupted(lines)
+    assert answers == [wanted()[number] for number in (0, 1, 2, 4, 6)]
+    chosen = [line for line in sorted(lines.counts) if line.file in FILES_OF_A_STEP]
+    chosen, raised = random.Random(0).sample(chosen, len(chosen))[::every], 0
+    for start in range(0, len(chosen), 20):
+        middle = {line: 1 + lines.counts[line] // 2 for line in chosen[start : start + 20]}
+        again = Lines(middle)
+        assert interrupted(again) == answers
+        raised += len(again.raised)
+    assert raised > 0.7 * len(chosen)
 
 
 def test_calls_of_several_steps_come_back_when_the_grammar_has_ended():
