@@ -84,7 +84,7 @@ class Obedient:
 
     def __init__(self, engine):
         devices = engine.loop.runner.devices
-        self.cache, self.store = devices.cache, devices.store
+        self.params, self.cache, self.store = devices.params, devices.cache, devices.store
         self.happened = []
         self._lengths = np.zeros(len(devices.cache.length_tokens), np.int64)
         self._outputs = collections.deque(maxlen=2)
