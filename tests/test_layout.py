@@ -63,7 +63,7 @@ ROOMS = {
         "config",
         "cache",
     }
-    | {"allocator", "model", "checkpoint", "step"},
+    | {"allocator", "engram", "model", "checkpoint", "step"},
     "inspection": {"checks", "mesh", "config", "cache", "attention", "model", "step"},
     "serve": {
         "checks",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import checks
+from dsv4_jax.engram import EngramRows
 from pallas_kernels.common.call import CallIndices
 
 
@@ -21,11 +22,15 @@ class StepInput:
       token_ids: i32[T], tokens of all requests, each request's in order and next to each other.
       request_ids: i32[T], the row, 0 to B - 1, that a token belongs to; -1 is padding.
       request_slots: i32[B], slot of each row; -1 is an idle row. No slot twice.
+      engram: what the tokens read of the Engram tables, [T, ...], zeros for padding, where the host
+        has gathered it; None leaves that to the step, which in a program calls the host back. Of a
+        model without tables it is None.
     """
 
     token_ids: jax.Array
     request_ids: jax.Array
     request_slots: jax.Array
+    engram: EngramRows | None = None
 
 
 def check_step_input(step_input: StepInput, *, vocab_size: int | None, num_slots: int) -> None:
@@ -47,6 +52,12 @@ def check_step_input(step_input: StepInput, *, vocab_size: int | None, num_slots
             f"token_ids and request_ids must agree on T, got {step_input.token_ids.shape=} and "
             f"{step_input.request_ids.shape=}"
         )
+    for leaf in jax.tree.leaves(step_input.engram):
+        if leaf.shape[0] != step_input.token_ids.shape[0]:
+            raise ValueError(
+                "engram must have a row for each token, "
+                f"{step_input.token_ids.shape[0]}, got {leaf.shape[0]}"
+            )
     if not step_input.token_ids.shape[0] or not step_input.request_slots.shape[0]:
         raise ValueError("a step needs at least one token and one row; pad with request_ids -1")
     num_rows = step_input.request_slots.shape[0]

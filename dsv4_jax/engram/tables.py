@@ -115,6 +115,22 @@ class EngramTables:
             values=np.stack(values, axis=-3), scale=np.stack(scales, axis=-3) if has_scale else None
         )
 
+    def take_some(self, back: np.ndarray, places: np.ndarray, count: int) -> EngramRows:
+        """`take` of some tokens, at their places among so many; zeros elsewhere.
+
+        Args:
+          back: i[n, max_ngram], as there.
+          places: i[n].
+          count: of all tokens.
+        """
+        rows = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.shapes(count))
+        if len(places):
+            taken = self.take(back)
+            rows.values[places] = taken.values
+            if rows.scale is not None:
+                rows.scale[places] = taken.scale
+        return rows
+
     def shapes(self, *lead: int) -> EngramRows:
         """Shapes and dtypes of `take` of ids i[*lead, max_ngram]."""
         first, sizes = self.tables[0], (*lead, len(self.tables), self.config.num_columns)

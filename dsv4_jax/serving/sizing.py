@@ -162,7 +162,8 @@ def plan_engine(
         cache_format=choose_cache_format(config, options.cache_format),
         grammars=options.grammars and has_tokenizer,
         prefill_activations=options.prefill_activations or options.activations,
-        overlap=options.overlap and not options.debug,
+        # Rows of the Engram tables are gathered by the ids of a step's tokens.
+        overlap=options.overlap and not options.debug and config.engram is None,
         host_cache_bytes=find_host_cache_bytes(options),
         cost=of_device,
         max_step_s=max_step_s,

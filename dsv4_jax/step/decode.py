@@ -114,7 +114,7 @@ def decode_loop(
     ) -> tuple[tuple[ModelCache, jax.Array, jax.Array], jax.Array]:
         cache, token_ids, request_ids = carry
         step_input_now = dataclasses.replace(
-            step_input, token_ids=token_ids, request_ids=request_ids
+            step_input, token_ids=token_ids, request_ids=request_ids, engram=None
         )
         cache, logits = decode_step(
             params, cache, step_input_now, config=config, activations=activations

@@ -67,7 +67,9 @@ def plain_decode_steps(
         carry: tuple[ModelCache, jax.Array], number: jax.Array
     ) -> tuple[tuple[ModelCache, jax.Array], tuple[jax.Array, jax.Array]]:
         cache, token_ids = carry
-        now = dataclasses.replace(_rows_of(step_input, number, serve_input), token_ids=token_ids)
+        now = dataclasses.replace(
+            _rows_of(step_input, number, serve_input), token_ids=token_ids, engram=None
+        )
         cache, output = plain_decode_step(
             params,
             cache,

@@ -82,6 +82,7 @@ def serve_step(
         _blank_staged(params, cache, call.positions.shape[0]),
         config,
         targets=target_layers(config) if draft_tokens else (),
+        engram_rows=step_input.engram,
     )
     cache, new_tokens, streams, _ = ran
     assert new_tokens is not None

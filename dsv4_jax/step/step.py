@@ -49,7 +49,8 @@ def run_step(
     """
     step_input = pad_tokens(step_input)
     call = cache.index(step_input, max_row_tokens=max_row_tokens)
-    ran = run_layers(params, cache, step_input.token_ids, call, None, config)
+    engram = step_input.engram
+    ran = run_layers(params, cache, step_input.token_ids, call, None, config, engram_rows=engram)
     return advance(ran.cache, call), call, ran.streams
 
 
@@ -116,6 +117,7 @@ def stage_step(
         call,
         empty_staged(cache.state, call.positions.shape[0]),
         config,
+        engram_rows=step_input.engram,
     )
     assert new_tokens is not None
     logits = trunk_logits(params, mask_rows(streams, call.segment_ids >= 0), config)
@@ -134,6 +136,9 @@ def pad_tokens(step_input: StepInput) -> StepInput:
         step_input,
         token_ids=jnp.pad(step_input.token_ids, (0, spare)),
         request_ids=jnp.pad(step_input.request_ids, (0, spare), constant_values=-1),
+        engram=jax.tree.map(
+            lambda leaf: jnp.pad(leaf, [(0, spare)] + [(0, 0)] * (leaf.ndim - 1)), step_input.engram
+        ),
     )
 
 

@@ -22,6 +22,7 @@ from dsv4_jax.hosts import Hosts
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.device.drawn_counts import CountKeeper
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
+from dsv4_jax.serving.device.engram_rows import stage_rows
 from dsv4_jax.serving.device.grammar_masks import GrammarKeeper
 from dsv4_jax.serving.device.hosted_arrays import HostedArrays
 from dsv4_jax.serving.device.idle_steps import IdleStep, idle_steps
@@ -29,7 +30,7 @@ from dsv4_jax.serving.device.request_rows import copy_jobs
 from dsv4_jax.serving.device.step_result import StepResult
 from dsv4_jax.serving.metrics.metrics import UnitBytes
 from dsv4_jax.serving.requests.grammars import Grammars
-from dsv4_jax.serving.requests.request import Request
+from dsv4_jax.serving.requests.request import sampling_on_device
 from dsv4_jax.serving.schedule.known_tokens import KnownTokens
 from dsv4_jax.serving.schedule.running import Running
 from dsv4_jax.serving.schedule.scheduler import RowPlan, StepPlan
@@ -73,6 +74,8 @@ class StepRunner:
         self.draft_tokens = plan.draft_tokens
         self._engine_plan = plan
         self._grammars = grammars
+        # Other processes of a mesh gather for themselves, in the step.
+        self._tables = params.engram if hosts is None and self.config.engram else None
         self._shards = plan.data_shards
         self._num_slots = self._shards * plan.pools.max_requests
         self._activations = self._prefill_activations = plan.options.activations
@@ -226,6 +229,10 @@ class StepRunner:
             if not rows.draws[row]:
                 following[slot] = request.token_ids[end]
         step = StepInput(token_ids=token_ids, request_ids=request_ids, request_slots=slots)  # type: ignore[arg-type]
+        if self._tables is not None and plan.num_steps == 1 and not fed.any():
+            ids = [running[slot].token_ids for slot in rows.slots.tolist()]
+            engram = stage_rows(self._tables, token_ids, ids, lengths[rows.slots], starts, counts)
+            step = dataclasses.replace(step, engram=engram)
         self._bring_settings(running)
         least = ()
         if (survivals := self._engine_plan.least_survival) is not None and not plan.is_plain:
@@ -351,7 +358,9 @@ class StepRunner:
         """Settings of all slots, and what was drawn where penalties ask; if they are others."""
         if running is not self._known_running():
             slots = range(self._num_slots)
-            rows = [_known_of(running[slot]) if slot in running else _IDLE for slot in slots]
+            rows = [
+                sampling_on_device(running[slot]) if slot in running else _IDLE for slot in slots
+            ]
             if rows != self._known_sampling:
                 # Stop tokens are the host's.
                 stacked = stack_sampling(rows, with_stops=False, bias_width=MAX_LOGIT_BIAS)
@@ -392,9 +401,3 @@ class StepRunner:
             fields[:, nexts[shard]] = own, end, place
             nexts[shard] += 1
         return SnapshotPlan(rows=fields[0], ends=fields[1], places=fields[2])  # type: ignore[arg-type]
-
-
-def _known_of(request: Request) -> SamplingParams:
-    """The settings of which the device is told; a grammar is not among them, and may be large."""
-    sampling = request.sampling
-    return sampling if sampling.grammar is None else dataclasses.replace(sampling, grammar=None)

@@ -330,3 +330,9 @@ class Request:
             prompt_tokens=self.prompt_tokens,
             hit_tokens=self.hit_tokens,
         )
+
+
+def sampling_on_device(request: Request) -> SamplingParams:
+    """The settings of which the device is told; a grammar is not among them, and may be large."""
+    sampling = request.sampling
+    return sampling if sampling.grammar is None else dataclasses.replace(sampling, grammar=None)

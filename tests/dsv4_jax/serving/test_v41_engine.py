@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from dsv4_jax.serving.device.engram_rows import stage_rows
 from helpers.v41_cache import greedy, model
 
 pytestmark = pytest.mark.unoptimised
@@ -71,3 +72,37 @@ def test_a_fork_and_who_was_preempted_go_on(steps):
     engine().preempt(first)
     wanted = greedy(tokens, 9)
     assert answer(second) == answer(first) == wanted
+
+
+def test_rows_that_the_host_stages_are_those_that_a_step_looks_up():
+    """Of rows at any place of a request, and of the first tokens, which look back to nothing."""
+    _, params = model()
+    tables = params.engram
+    requests = [prompt(20, 30), prompt(9, 31), prompt(7, 32)]
+    lengths, counts = np.array([11, 0, 2]), np.array([4, 9, 1])
+    starts, token_ids = np.array([0, 5, 14]), np.zeros(16, np.int32)
+    for ids, length, start, count in zip(requests, lengths, starts, counts, strict=True):
+        token_ids[start : start + count] = ids[length : length + count]
+    rows = stage_rows(tables, token_ids, requests, lengths, starts, counts)
+    assert rows.values.shape == tables.shapes(16).values.shape
+    for ids, length, start, count in zip(requests, lengths, starts, counts, strict=True):
+        wanted = tables.rows(np.array(ids))[length : length + count]
+        for table in range(2):
+            found = np.asarray(rows.of_table(table))[start : start + count]
+            np.testing.assert_array_equal(found, wanted[:, table])
+    assert not rows.values[[4, 15]].any()
+
+
+@pytest.mark.slow
+def test_several_steps_a_call_look_their_rows_up_themselves():
+    several = ds.Engine(
+        *model(),
+        max_requests=2,
+        max_context_tokens=128,
+        cache_format="f32",
+        prefill_tokens=(16,),
+        steps_per_call=4,
+    )
+    tokens = prompt(19, 40)
+    (found,) = several.generate([tokens], max_new_tokens=9, **WANTED)
+    assert found.token_ids == greedy(tokens, 9)
