@@ -121,10 +121,8 @@ def auto_drafts(config: DSV4Config) -> tuple[int, bool]:
     """How many drafts --drafts auto takes, and whether they are cut.
 
     A block of DSpark stages, cut by their confidences. One of an MTP block, which was trained to
-    guess one token and does not say how sure it is. None of a model whose draft nothing runs yet.
+    guess one token and does not say how sure it is.
     """
-    if config.sources is not None:
-        return 0, False
     if config.dspark is not None:
         return config.dspark.block_size, True
     return config.num_mtp_layers, False

@@ -153,7 +153,7 @@ def _print_shared(config: DSV4Config, placed: Placement, args: argparse.Namespac
             f"Engram tables: {sum(sizes):,} bytes, {sum(sizes) / _GIB:,.2f} GiB, of each host's "
             f"memory or disk and none of a GPU; a token reads {read / 1e3:,.1f} KB of them"
         )
-    print("not there yet: drafts of this model, and the floor of its step")
+    print("not there yet: the floor of a step of this model")
 
 
 def _roomiest(meshes: list[Placement], gpus: Gpus, context: int) -> Placement:

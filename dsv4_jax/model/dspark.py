@@ -11,6 +11,8 @@ Source: dspark.md sections 3 and 4.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -113,9 +115,10 @@ def run_blocks(
     num_blocks, size = anchor_ids.shape[0], blocks.size
     ids = jnp.full((num_blocks, size), spec.noise_token_id, jnp.int32)
     ids = ids.at[:, 0].set(anchor_ids).reshape(-1)
-    residual = start_residual(embed(params, ids, config))
+    residual = start_residual(embed(params, ids, config), shifted=config.shifted_streams)
+    places, config = draft_layers(config), stage_config(config)
     with using(params.peers):
-        for layer, place in zip(draft.layers, draft_layers(config), strict=True):
+        for layer, place in zip(draft.layers, places, strict=True):
 
             def attention(
                 layer: AttentionParams, x: jax.Array, family_idx: int = place.family_idx
@@ -125,22 +128,32 @@ def run_blocks(
             _, residual = block(
                 layer, residual, ids, config, attention, segment_ids=blocks.segment_ids
             )
-        streams = join_rows(residual.written(), ids.shape[0])
+        streams = join_rows(residual.before_head(), ids.shape[0])
     return draft_guesses(params, streams.reshape(num_blocks, size, *streams.shape[1:]), config)
 
 
 def draft_guesses(params: DSV4Params, streams: jax.Array, config: DSV4Config) -> Guesses:
-    """What the last stage's streams [B, N, S, D] give."""
+    """What the last stage's streams [B, N, S, D] give, as `Residual.before_head` has them."""
     draft = dspark_stages(params)
-    if draft.hc_head is None:
-        raise NotImplementedError(
-            "hc_head is missing: the stages of a DeepSeek-V4.1 draft are loaded, and nothing runs "
-            "them yet; take a DeepSeek-V4 model, or drafts=False"
-        )
-    hidden = collapse_streams(draft.hc_head, streams, config)
+    hidden = streams[..., 0, :]
+    if draft.hc_head is not None:
+        hidden = collapse_streams(draft.hc_head, streams, config)
     hidden = checkpoint_name(hidden, "hidden")
     normed = checkpoint_name(rms_norm(hidden, draft.norm, eps=config.rms_norm_eps), "normed")
     return Guesses(hidden, linear(normed, params.head, dtype=jnp.float32))
+
+
+@functools.lru_cache(maxsize=16)
+def stage_config(config: DSV4Config) -> DSV4Config:
+    """The config as a stage's layers take it, which may have and pick other numbers of experts."""
+    spec = config.dspark
+    if spec is None or (spec.num_experts is None and spec.num_experts_per_token is None):
+        return config
+    return dataclasses.replace(
+        config,
+        num_routed_experts=spec.num_experts or config.num_routed_experts,
+        num_experts_per_token=spec.num_experts_per_token or config.num_experts_per_token,
+    )
 
 
 def dspark_stages(params: DSV4Params) -> DSparkParams:

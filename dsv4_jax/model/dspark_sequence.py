@@ -23,7 +23,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.linear import linear
 from dsv4_jax.model.block import block
-from dsv4_jax.model.dspark import Guesses, draft_guesses, dspark_stages
+from dsv4_jax.model.dspark import Guesses, draft_guesses, dspark_stages, stage_config
 from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.layer_params import LayerParams, layer_of
 from dsv4_jax.model.params import DSV4Params
@@ -48,7 +48,8 @@ def context_entries(
 
     Args:
       params: model parameters, with DSpark stages.
-      means: [..., K, D], the mean over the streams after each target layer (`forward_means`).
+      means: [..., K, D], the mean over the streams after each target layer, or before it
+        (`forward_means`).
       positions: i32[...].
       config: the model.
       fmt: rounds what a cache of that format would round.
@@ -161,7 +162,8 @@ def _guess(
     ids = jnp.full((anchor_ids.shape[0], spec.block_size), spec.noise_token_id, jnp.int32)
     ids = ids.at[:, 0].set(anchor_ids)
     positions = anchor_positions[:, None] + jnp.arange(spec.block_size, dtype=jnp.int32)[None]
-    residual = Residual.start(embed(params, ids, config))
+    residual = Residual.start(embed(params, ids, config), shifted=config.shifted_streams)
+    config = stage_config(config)
 
     def run_stage(
         residual: Residual, stage: tuple[LayerParams, jax.Array]
@@ -179,7 +181,7 @@ def _guess(
     else:
         for stage in zip(draft.layers, context, strict=True):
             residual, _ = run_stage(residual, stage)
-    return draft_guesses(params, residual.written(), config)
+    return draft_guesses(params, residual.before_head(), config)
 
 
 def attend_block(

@@ -66,6 +66,10 @@ class Residual(NamedTuple):
         assert self.pre is not None
         return _collapse(self.pre, self.written())
 
+    def before_head(self) -> jax.Array:
+        """[..., S, D], the written streams; [..., 1, D], `collapsed`, where that is not left."""
+        return self.written() if self.pre is None else self.collapsed()[..., None, :]
+
     def written(self) -> jax.Array:
         """[..., S, D]: the streams with the output in them."""
         return mix(self.streams, finish(self.output), self.post, self.comb)

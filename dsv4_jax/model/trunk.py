@@ -122,10 +122,9 @@ def run_layers(
             means.append(mean_of_streams(carry[2].written()))
     cache, staged, residual, *_ = carry
     num_rows = token_ids.shape[0]
-    streams = residual.collapsed()[:, None] if config.shifted_streams else residual.written()
     with using(params.peers):
         joined = join_rows(jnp.stack(means, axis=1), num_rows) if means else None
-        return TrunkOutput(cache, staged, join_rows(streams, num_rows), joined)
+        return TrunkOutput(cache, staged, join_rows(residual.before_head(), num_rows), joined)
 
 
 def _nothing_selected(

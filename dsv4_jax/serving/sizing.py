@@ -251,7 +251,6 @@ def _check_drafts(options: EngineOptions, config: DSV4Config, draft: DraftParams
     Raises:
       ValueError: config and parameters have no draft, or of different kinds, or `draft_tokens` is
         more than it guesses, or `draft_cut` is set for drafts without confidences.
-      NotImplementedError: it is the draft of a model whose layers share entries.
     """
     draft_tokens = options.draft_tokens
     if options.draft_cut and not (draft_tokens and isinstance(draft, DSparkParams)):
@@ -261,11 +260,6 @@ def _check_drafts(options: EngineOptions, config: DSV4Config, draft: DraftParams
         )
     if not draft_tokens:
         return
-    if config.sources is not None:
-        raise NotImplementedError(
-            f"draft_tokens must be 0 for a DeepSeek-V4.1 model, whose draft is loaded and nothing "
-            f"runs it yet, got {draft_tokens}"
-        )
     if draft is None:
         raise ValueError(
             f"draft_tokens={draft_tokens} needs a draft (an MTP block or DSpark stages), and "

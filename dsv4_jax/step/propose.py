@@ -31,7 +31,7 @@ _SWA = AttentionType.SWA.value
 
 
 def target_layers(config: DSV4Config) -> tuple[int, ...]:
-    """The layers of the trunk after which the draft reads the streams, besides the last one."""
+    """The layers of the trunk after or before which the draft reads the streams."""
     return () if config.dspark is None else config.dspark.target_layers
 
 

@@ -28,6 +28,11 @@ Weights come from `helpers.v41.draw_weights` and are not stored. Arrays, for B r
     main_hidden              f32[B, T, K * D], means of the streams for the draft
     <name>, L<i>/<name>      f32[B, P, n], other intermediates, of some tokens (or entries) and, of
                              long ones, some values: see `helpers.v41.sample`
+
+and in oracle_v41_<preset>_drafts.npz, of drafts whose anchor stands at position p:
+
+    <p>/tokens               i32[B, N + 1], the anchor and the guesses
+    <p>/logits               f32[B, N, V], and <p>/confidence, f32[B, N], before the sigmoid
 """
 
 import importlib.util
@@ -42,6 +47,8 @@ from helpers import v41
 SIZES = {"tiny": (2, 41), "ratios": (1, 300), "engram": (2, 48)}
 SEEDS = {"tiny": 0, "ratios": 0, "engram": 0}
 WHOLE = ("logits", "main_hidden", "idx/topk", "idx/candidates", "engram/hash")
+DRAFTS = {("tiny", "none"): (1, 7, 8, 30), ("tiny", "cache"): (8, 30)}
+"""Anchors: with a short window, at its end, after it has wrapped."""
 # Of presets other than "tiny".
 FEW = ("out", "head/normed", "comp/normed", "comp/entries", "idx/keys", "engram/gate")
 SKIPPED = (
@@ -103,8 +110,27 @@ def make(oracle, preset, quant="none"):
         weight_sums=v41.weight_sums(weights),
         token_ids=token_ids.astype(np.int32),
     )
+    if (preset, quant) in DRAFTS:
+        make_drafts(model, rows, token_ids, preset, quant)
     least = min(array.min() for name, array in found.items() if "margin" in name)
     print(f"{preset}: {file.stat().st_size / 1e6:.2f} MB, least margin {least:.1e}")
+
+
+def make_drafts(model, rows, token_ids, preset, quant):
+    found = {}
+    for place in DRAFTS[preset, quant]:
+        made = [
+            model.propose(row["main_hidden"], ids[place], place)
+            for row, ids in zip(rows, token_ids, strict=True)
+        ]
+        for name, kind in (
+            ("tokens", np.int32),
+            ("logits", np.float32),
+            ("confidence", np.float32),
+        ):
+            found[f"{place}/{name}"] = np.stack([one[name] for one in made]).astype(kind)
+    name = preset if quant == "none" else f"{preset}_{quant}"
+    np.savez_compressed(v41.oracle_path(f"{name}_drafts"), **found)
 
 
 def make_round_trips(oracle):

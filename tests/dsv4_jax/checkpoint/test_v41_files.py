@@ -269,10 +269,3 @@ def test_a_model_without_tables_needs_no_tokenizer(tmp_path):
     assert params.engram is None
     assert config.dspark.num_stages == 2
     assert ds.load_checkpoint(folder, progress=False, drafts=False)[1].mtp is None
-
-
-def test_what_is_not_there_yet_is_refused(tmp_path):
-    folder, _ = v41.write_released(tmp_path)
-    config, params = ds.load_checkpoint(folder, progress=False)
-    with pytest.raises(NotImplementedError, match=r"must be 0 for a DeepSeek-V4\.1 model"):
-        ds.Engine(config, params, max_requests=1, max_context_tokens=128, draft_tokens=2)

@@ -424,7 +424,7 @@ def test_v41_flash_on_four_cards(plan):
     assert "Engram tables: 202,758,032,400 bytes, 188.83 GiB, of each host's memory" in text
     assert "a token reads 12.7 KB of them" in text
     assert re.search(r"requests that fit: \d", text)
-    assert "not there yet: drafts of this model" in text
+    assert "not there yet: the floor of a step" in text
     assert "files: 96,085 tensors, 510,286,023,000 bytes" in text
     assert "left out: images: 309 tensors" in text
     assert "floor of a decode step" not in text

@@ -106,3 +106,24 @@ def test_several_steps_a_call_look_their_rows_up_themselves():
     tokens = prompt(19, 40)
     (found,) = several.generate([tokens], max_new_tokens=9, **WANTED)
     assert found.token_ids == greedy(tokens, 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [False, True])
+def test_drafts_change_no_answer(cut):
+    """Of random weights hardly any is kept, so that nearly every step takes tokens back."""
+    drafting = ds.Engine(
+        *model(),
+        max_requests=2,
+        max_context_tokens=256,
+        cache_format="f32",
+        prefill_tokens=(16,),
+        draft_tokens=3,
+        draft_cut=cut,
+        debug=True,
+    )
+    prompts = [prompt(21, 50), prompt(128, 51)]
+    found = drafting.generate(prompts, max_new_tokens=9, **WANTED)
+    for tokens, completion in zip(prompts, found, strict=True):
+        assert completion.token_ids == greedy(tokens, 9)
+    assert drafting.metrics.drafted_tokens or cut
