@@ -7,7 +7,7 @@ import re
 import pytest
 
 from benchmarks import tables
-from tools import round_picture
+from tools import agents_picture, round_picture
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 ROW = {
@@ -116,6 +116,15 @@ def test_the_picture_of_rounds_is_that_of_their_table():
         assert tokens_s * plain_ms / 1000 == pytest.approx(times, rel=0.02)
     made = round_picture.draw(points, plain_ms)
     assert round_picture.PICTURE.read_text() == made, "run `python -m tools.round_picture`"
+
+
+def test_the_picture_of_policies_is_that_of_their_table():
+    shares, policies = agents_picture.read_table(agents_picture.DOCUMENT.read_text())
+    assert len(policies) == 4
+    assert all(len(values) == len(shares) for values in policies.values())
+    made = agents_picture.draw(shares, policies)
+    assert agents_picture.PICTURE.read_text() == made, "run `python -m tools.agents_picture`"
+    assert made.count("<circle") == 4 * len(shares)
 
 
 def test_points_of_a_picture_stand_where_their_numbers_say():
