@@ -22,6 +22,9 @@ from dsv4_jax.serving.requests.cached_rows import CachedRows
 from dsv4_jax.serving.sizing import EnginePlan
 from pallas_kernels.common.formats import get_cache_format
 
+_PUTS_AT_ONCE = 8
+"""Copies to the devices, each in memory of theirs until its rows are where they belong."""
+
 _COPIES_AT_ONCE = 2
 """Copies to the host: one is on its way while the next one is packed."""
 
@@ -69,11 +72,13 @@ def put_request(devices: EngineArrays, shards: DataShards, slot: int, rows: Cach
     """Gives rows to a request, whose slot and blocks the devices know of."""
     devices.put_rows("slots", np.array([slot], np.int32), rows.slot[None])
     blocks = _blocks_of(devices, shards, slot, rows.length_tokens)
-    for part in _runs(len(blocks), devices.bytes_of_row("blocks")):
+    for number, part in enumerate(_runs(len(blocks), devices.bytes_of_row("blocks")), 1):
         padded, packed = padded_rows(blocks[part]), rows.blocks[part]
         room = np.zeros((len(padded), packed.shape[1]), np.uint8)
         room[: len(packed)] = packed
         devices.put_rows("blocks", padded, room)
+        if not number % _PUTS_AT_ONCE:
+            jax.block_until_ready(devices.cache.paged)
 
 
 def copy_jobs(devices: EngineArrays) -> list[tuple[str, Callable[[], object]]]:

@@ -366,4 +366,10 @@ def test_rows_come_in_runs_of_any_size(monkeypatch, sizes):
     request_id = source.submit(text, **OPTIONS)
     step_to(source, request_id, drawn=2)
     came = target.restore(source.snapshot(request_id))
+    waited = []
+    with monkeypatch.context() as patch:  # of three blocks no three copies are on their way
+        patch.setattr(request_rows, "_PUTS_AT_ONCE", 3)
+        patch.setattr(request_rows.jax, "block_until_ready", waited.append)
+        target.step()
+    assert len(waited) == (sizes == (1,))
     assert run_to_end(target, came)[0] == alone(text, OPTIONS)
