@@ -1,6 +1,6 @@
 """Constraints: what a request says of its answer's form, as a grammar of the engine.
 
-An answer of V4 is its reasoning up to `</think>`, where it thinks, then text or JSON, then calls
+An answer is its reasoning up to `</think>`, where it thinks, then text or JSON, then calls
 as `tool_calls` has them. The mark that begins the tags of calls is a token that no text stands
 for, so that neither reasoning nor a value holds it.
 """
@@ -15,6 +15,7 @@ from dsv4_jax.schemas.json_values import json_value
 from dsv4_jax.schemas.read_schema import Schema, SchemaError, read_schema
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serve.forms.grammar_lines import Lines
+from dsv4_jax.serve.forms.tags import V4_TAGS, Tags
 from dsv4_jax.serve.forms.tool_calls import call_of
 from dsv4_jax.serving.requests.grammars import MARK
 from dsv4_jax.step.grammar import MAX_CHARS, Grammar
@@ -60,7 +61,10 @@ class Wanted(NamedTuple):
 
 
 def grammar_of(
-    wanted: Wanted, token_ids: Mapping[str, int], left_out: list[str] | None = None
+    wanted: Wanted,
+    token_ids: Mapping[str, int],
+    left_out: list[str] | None = None,
+    tags: Tags = V4_TAGS,
 ) -> Grammar | None:
     """The grammar of an answer; None if anything goes.
 
@@ -68,6 +72,7 @@ def grammar_of(
       wanted: what is asked for.
       token_ids: the ids of a tokenizer's added tokens.
       left_out: is added the places of what an advisory schema says and the grammar does not.
+      tags: of calls, as the model names them.
 
     Raises:
       ApiError: a schema cannot be held, or is too long or too deep, or the tokenizer lacks a token.
@@ -76,7 +81,7 @@ def grammar_of(
         return None
     names = [tool["function"]["name"] for tool in wanted.tools]
     heads = sum(len(json.dumps(name)) + _HEAD_CHARS for name in names)
-    lines = Lines(token_ids, num_reserved=heads + _HEAD_CHARS)
+    lines = Lines(token_ids, num_reserved=heads + _HEAD_CHARS, tags=tags)
     if wanted.schema is None:
         answer = _calls(wanted, lines)
     else:
@@ -125,10 +130,10 @@ def _calls(wanted: Wanted, lines: Lines) -> str:
                 400, f"tools[{number}], {name}, which is strict: {error}", param="tools"
             ) from None
     times = "" if wanted.calls_once else "+"
-    inner = f'({" | ".join(calls)}){times} "</" {mark} "tool_calls>"'
+    inner = f'({" | ".join(calls)}){times} "</" {mark} "{lines.tags.block}>"'
     if wanted.is_open:
         return inner
-    block = lines.rule("calls", f'{mark} "tool_calls>\\n" {inner}')
+    block = lines.rule("calls", f'{mark} "{lines.tags.block}>\\n" {inner}')
     if wanted.must_call:
         return f"/\\n{{0,2}}</ {block}"
     return f"{_ANY_TEXT} | /(?s:.*)</ {block}"

@@ -1,4 +1,4 @@
-"""Chat completions, responses and messages: conversations rendered for V4, and parsed back."""
+"""Conversations of the three protocols: rendered for V4 or V4.1, and parsed back."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from dsv4_jax.serve.dialects import (
 from dsv4_jax.serve.drawing import read_sampling, read_setting
 from dsv4_jax.serve.errors import ApiError, ContextLengthError, refuse
 from dsv4_jax.serve.fields import read_flag, read_integer
-from dsv4_jax.serve.settings import EFFORTS, ServeSettings
+from dsv4_jax.serve.rendering import rendering_of
+from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serve.tools import namespaces_of, strict_tools
-from dsv4_jax.serve.turns.digits import Digits
+from dsv4_jax.serve.turns.digits import Digits, with_digits
 from dsv4_jax.serve.turns.packed_turns import (
     SHORT_TURNS,
     PackedTurns,
@@ -111,7 +112,12 @@ class Conversations:
     """
 
     def __init__(
-        self, settings: ServeSettings, tokenizer_json: str | None, max_context_tokens: int
+        self,
+        settings: ServeSettings,
+        tokenizer_json: str | None,
+        max_context_tokens: int,
+        *,
+        is_v41: bool = False,
     ) -> None:
         """Loads the tokenizer once more, into the library.
 
@@ -119,7 +125,9 @@ class Conversations:
           settings: of the server.
           tokenizer_json: contents of `tokenizer.json`; None if there is none.
           max_context_tokens: longest prompt and answer together.
+          is_v41: the model is DeepSeek-V4.1, not V4.
         """
+        self._rendering = rendering_of(settings.release, is_v41=is_v41)
         self._settings = settings
         self._max_context_tokens = max_context_tokens
         self._options = recipe.ConversionOptions(
@@ -128,7 +136,7 @@ class Conversations:
             responses_web_search=recipe.WebSearchBehavior.Reject,
             thinking_max_tokens_upper_bound=MAX_TOKENS,  # what the context leaves is the bound
             non_thinking_max_tokens_upper_bound=MAX_TOKENS,
-        ).with_model_versions_by_name({settings.model_name: recipe.ModelVersion.DeepseekV4Pro})
+        ).with_model_versions_by_name({settings.model_name: self._rendering.version})
         self.tokenizer = None
         self.obstacle: str | None = "the checkpoint has no tokenizer"
         if tokenizer_json is None:
@@ -136,7 +144,7 @@ class Conversations:
         self.tokenizer = recipe.Tokenizer.from_str(tokenizer_json)
         added = json.loads(tokenizer_json).get("added_tokens", [])
         self._added_tokens = {one["content"]: one["id"] for one in added}
-        self._encoding = recipe.DeepseekV4Encoding().with_tokenizer(self.tokenizer)
+        self._encoding = self._rendering.encoding.with_tokenizer(self.tokenizer)
         self.obstacle = self._find_obstacle()
 
     def read(
@@ -233,7 +241,7 @@ class Conversations:
                 thinking_mode=asked.thinking_mode,
                 tools=asked.tools,
                 tool_choice=asked.tool_choice,
-                reasoning_effort=EFFORTS[self._settings.release][effort] if effort else None,  # type: ignore[arg-type]
+                reasoning_effort=self._rendering.efforts[effort] if effort else None,  # type: ignore[arg-type]
             )
             if not turns.digits:
                 return self._encoding.encode(conversation)
@@ -269,7 +277,7 @@ class Conversations:
         places: list[str] = []
         try:
             with reading_within(self._settings.grammar_bounds.seconds):
-                grammar = grammar_of(form, self._added_tokens, places)
+                grammar = grammar_of(form, self._added_tokens, places, self._rendering.tags)
         except TooLongError as error:
             refuse(form.field, f"cannot be held: {error}")
         left_out += [f"{form.field} {place}" for place in places[:_MAX_PLACES]]
@@ -307,7 +315,7 @@ def prepare(
     if isinstance(body.get(dialect.turns), list):
         turns, continues = take_prefill(body[dialect.turns], dialect, dialect.turns)
         turns = in_order(open_items(turns) if dialect is RESPONSES else turns, dialect)
-        body[dialect.turns] = [_with_digits(turn, digits) for turn in turns]
+        body[dialect.turns] = [with_digits(turn, digits) for turn in turns]
     for name, value in body.items():
         try:
             body[name] = digits.hide(value) if name in _FREE else _plain(value)
@@ -322,23 +330,6 @@ _FREE = ("messages", "input", "tools", "response_format", "text", "output_config
 
 def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, float) else value
-
-
-def _with_digits(turn: Any, digits: Digits) -> Any:
-    """A turn whose calls have arguments, which are texts of JSON, that the library can read."""
-    if not isinstance(turn, dict):
-        return turn
-    if isinstance(turn.get("arguments"), str):
-        return turn | {"arguments": digits.hide_in(turn["arguments"])}
-    calls = turn.get("tool_calls")
-    if not isinstance(calls, list):
-        return turn
-    return turn | {"tool_calls": [_with_function_digits(call, digits) for call in calls]}
-
-
-def _with_function_digits(call: Any, digits: Digits) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    return call | {"function": _with_digits(function, digits)} if function else call
 
 
 def _read_wanted(given: Mapping[str, Any], dialect: Dialect, turns: Turns) -> Wanted:

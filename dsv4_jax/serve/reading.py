@@ -113,7 +113,10 @@ class BodyReader:
             tokenizer = Tokenizer.from_str(plan.tokenizer_json)
         self.tokenizer = tokenizer
         self.conversations = Conversations(
-            plan.settings, plan.tokenizer_json, plan.max_context_tokens
+            plan.settings,
+            plan.tokenizer_json,
+            plan.max_context_tokens,
+            is_v41=plan.config.sources is not None,
         )
         self._answers: dict[str, Callable[[Mapping[str, Any], list[str]], bytes]] = {
             COUNT_TOKENS: self._count_tokens,

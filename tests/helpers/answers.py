@@ -26,13 +26,13 @@ class Spelled(str):
 class Answers:
     """Reads requests, follows answers and parses them, all with one tokenizer."""
 
-    def __init__(self, tokenizer_json, vocab_size, end):
+    def __init__(self, tokenizer_json, vocab_size, end, *, is_v41=False):
         self.tokenizer = Tokenizer.from_str(tokenizer_json)
         config = dataclasses.replace(CONFIG, vocab_size=vocab_size, eos_token_ids=(end,))
         self.grammars = Grammars(config, self.tokenizer)
         self.end = end
         self._conversations = Conversations(
-            ServeSettings(model_name="m"), tokenizer_json, max_context_tokens=2**16
+            ServeSettings(model_name="m"), tokenizer_json, 2**16, is_v41=is_v41
         )
 
     def read(self, body, dialect=CHAT):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dsv4_jax.schemas.read_schema import MAX_SCHEMA_CHARS, Schema, SchemaError
 from dsv4_jax.serve.errors import ApiError
+from dsv4_jax.serve.forms.tags import V4_TAGS, Tags
 from dsv4_jax.step.grammar import MAX_CHARS
 
 _LINE_CHARS = 24
@@ -15,15 +16,23 @@ _LINE_CHARS = 24
 
 
 class Lines:
-    """The rules of a grammar so far, and how long its schemas are together."""
+    """The rules of a grammar so far, and how long its schemas are together.
 
-    def __init__(self, token_ids: Mapping[str, int], *, num_reserved: int = 0) -> None:
+    Attributes:
+      tags: of calls, as the model names them.
+    """
+
+    def __init__(
+        self, token_ids: Mapping[str, int], *, num_reserved: int = 0, tags: Tags = V4_TAGS
+    ) -> None:
         """No lines yet.
 
         Args:
           token_ids: the ids of a tokenizer's added tokens.
           num_reserved: characters of the grammar that schemas must leave to the rest of it.
+          tags: of calls.
         """
+        self.tags = tags
         self._token_ids = token_ids
         self._room = MAX_CHARS - num_reserved
         self._names: dict[str, str] = {}

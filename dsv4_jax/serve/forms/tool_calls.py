@@ -9,8 +9,9 @@ A block of calls is
     </DSML invoke>
     </DSML tool_calls>
 
-where `DSML` stands for the token of that name. Values of text are written as they are, others as
-JSON. Names are written as they are too, and read as far as the next space or quote.
+where `DSML` stands for the token of that name, and the tags are named as V4 names them (`tags.py`).
+Values of text are written as they are, others as JSON. Names are written as they are too, and read
+as far as the next space or quote.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ def call_of(tool: Mapping[str, Any], lines: Lines) -> str:
         if is_strict:
             raise
         bodies = [f"{_further({}, [], Schema({}, {}), lines)}*"]  # any names and values
-    begin = _quoted(f'invoke name="{function["name"]}">\n')
-    return f'"<" {mark} {begin} ({" | ".join(bodies)}) "</" {mark} "invoke>\\n"'
+    call = lines.tags.call
+    begin = _quoted(f'{call} name="{function["name"]}">\n')
+    return f'"<" {mark} {begin} ({" | ".join(bodies)}) "</" {mark} "{call}>\\n"'
 
 
 def _bodies(schema: Schema, is_strict: bool, lines: Lines) -> list[str]:
@@ -101,7 +103,8 @@ def _body(part: dict[str, Any], schema: Schema, is_strict: bool, lines: Lines) -
                 f"#/properties/{name[:64]} must have a name without spaces, quotes and "
                 "backslashes, which calls write as they are"
             )
-        written = _parameter(_quoted(f'parameter name="{name}" string='), choices, lines)
+        head = _quoted(f'{lines.tags.parameter} name="{name}" string=')
+        written = _parameter(head, choices, lines)
         wanted.append(written if name in required else f"({written})?")
     if rest is None:
         rest = False if listed or (is_strict and "properties" in part) else {}
@@ -117,13 +120,14 @@ def _further(rest: Any, listed: list[str], schema: Schema, lines: Lines) -> str:
         raise SchemaError("#/additionalProperties must be false, since nothing fulfils it")
     others = f" & ~({' | '.join(map(_quoted, listed))})" if listed else ""
     name = lines.terminal(f'/[^\\x00-\\x20"\\\\<>\\x7f]{{1,64}}/{others}')
-    head = f'"parameter name=\\"" {name} "\\" string="'
+    head = f'"{lines.tags.parameter} name=\\"" {name} "\\" string="'
     return lines.rule("further", _parameter(head, choices, lines))
 
 
 def _parameter(head: str, choices: list[str], lines: Lines) -> str:
     mark = lines.token(MARK)
-    value = lines.rule("value", f'({" | ".join(choices)}) {mark} "parameter>\\n"')
+    end = f'"{lines.tags.parameter}>\\n"'
+    value = lines.rule("value", f"({' | '.join(choices)}) {mark} {end}")
     return f'"<" {mark} {head} {value}'
 
 

@@ -126,3 +126,20 @@ def _is_json(text: str) -> bool:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def with_digits(turn: Any, digits: Digits) -> Any:
+    """A turn whose calls have arguments, which are texts of JSON, that the library can read."""
+    if not isinstance(turn, dict):
+        return turn
+    if isinstance(turn.get("arguments"), str):
+        return turn | {"arguments": digits.hide_in(turn["arguments"])}
+    calls = turn.get("tool_calls")
+    if not isinstance(calls, list):
+        return turn
+    return turn | {"tool_calls": [_with_function_digits(call, digits) for call in calls]}
+
+
+def _with_function_digits(call: Any, digits: Digits) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    return call | {"function": with_digits(function, digits)} if function else call
