@@ -228,22 +228,21 @@ def keep(
     """
     if new is None:
         return cache.with_layer(handle), staged
-    attn, index = handle.schema.attn_type, handle.layer if layer is None else layer
-    cache, parts = cache.with_layer(handle), [(str(attn), index, new)]
-    if handle.schema.pending_tokens:
+    cache, attn = cache.with_layer(handle), str(handle.schema.attn_type)
+    parts = [(attn, handle.layer, layer, new)]
+    if handle.entry_layer is not None and handle.schema.pending_tokens:
         # Of another family, which fewer layers have.
-        family = handle.schema.entry_family
-        place = handle.entry_layer if entry_layer is None else entry_layer
         window = dataclasses.replace(new, compressor=None)
         pending = NewTokens(window={}, compressor=new.compressor, indexer=None)
-        parts = [(str(attn), index, window), (family, place, pending)]
-    for family, place, tokens in parts:
+        other = handle.schema.entry_family, handle.entry_layer, entry_layer, pending
+        parts = [(attn, handle.layer, layer, window), other]
+    for family, number, place, tokens in parts:
         if staged is None:
-            number = jnp.asarray(place, jnp.int32)
             state = commit_tokens(cache.state[family], tokens, handle.call, layer=number)
             cache = dataclasses.replace(cache, state={**cache.state, family: state})
         else:
-            staged = {**staged, family: put_layer(staged[family], place, tokens)}
+            index = number if place is None else place
+            staged = {**staged, family: put_layer(staged[family], index, tokens)}
     return cache, staged
 
 
