@@ -39,8 +39,6 @@ _log = logging.getLogger(__name__)
 MOST_LOADING = 8
 """Runs on their way to the device, of all requests: they are memory of the device, too."""
 
-_REST_S = 0.02
-
 _FETCHING = 4
 """Threads that copy them."""
 
@@ -156,8 +154,9 @@ class HostCopies:
     def make_room(self, shard: int, token_ids: np.ndarray | None, salt: bytes, tokens: int) -> bool:
         """Whether a request can take its blocks now, and all that gives way for them be copied."""
         manager = self._shards.managers[shard]
-        held = len(manager.prefixes.find_resumable(token_ids, salt, tokens))
-        has_room = self._stores.make_room(shard, manager.plan.blocks_needed(tokens) - held)
+        chain = manager.prefixes.find_resumable(token_ids, salt, tokens)
+        needed = manager.plan.blocks_needed(tokens) - len(chain)
+        has_room = self._stores.make_room(shard, needed, chain)
         self._waits_for_room |= not has_room
         return has_room
 
@@ -255,7 +254,7 @@ class HostCopies:
 
     def rest(self) -> None:
         """Nobody runs now: begins to bring to the disk what nobody uses, for some milliseconds."""
-        self.settle(_REST_S)
+        self.settle(0.02)
 
     def settle(self, seconds: float | None) -> None:
         """Where nobody runs: brings to the disk what nobody uses; with None all, and the last."""

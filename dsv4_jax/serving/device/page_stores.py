@@ -22,6 +22,7 @@ import numpy as np
 
 from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.host_tier import HostTier, Page
+from dsv4_jax.allocator.manager import KVCacheManager
 from dsv4_jax.allocator.prefix_tree import Leaving, PrefixNode
 from dsv4_jax.serving.device.disk_writes import DiskWrites
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
@@ -172,12 +173,21 @@ class PageStores:
                         unused[node] = None
                         unused.move_to_end(node, last=False)
 
-    def make_room(self, shard: int, num_blocks: int) -> bool:
+    def make_room(self, shard: int, num_blocks: int, chain: Sequence[PrefixNode] = ()) -> bool:
         """Whether so many blocks can be taken now, and all that gives way for them be copied.
 
-        Where they cannot, as many give way as can be copied.
+        Where they cannot, as many give way as can be copied, but none of `chain`, which whoever
+        takes them is about to hit.
         """
         manager = self._shards.managers[shard]
+        for node in chain:
+            manager.prefixes.tree.use(node)
+        has_room = self._make_room(manager, num_blocks)
+        for node in reversed(chain):
+            manager.prefixes.tree.leave(node)
+        return has_room
+
+    def _make_room(self, manager: KVCacheManager, num_blocks: int) -> bool:
         each = sum(self._devices.bytes_of_row(of) for of in ("blocks", "snapshots"))
         while True:
             self.keep()

@@ -246,6 +246,19 @@ def test_what_more_blocks_push_out_than_can_be_copied_at_once_is_copied_in_porti
     check(engine)
 
 
+def test_a_request_whose_blocks_come_in_portions_keeps_what_it_hits(monkeypatch):
+    """It was used least recently of all, and would give way first."""
+    engine = limit(make_engine(host_cache_bytes=10**6), num_blocks=9)
+    rng = np.random.default_rng(9)
+    texts = [prompt(rng, 300) for _ in range(4)]
+    for text in texts:
+        run_to_end(engine, engine.submit(text, **OPTIONS))
+    each = row_bytes(engine.cache.paged) + engine.plan.pools.bytes_per_snapshot
+    monkeypatch.setattr(page_stores, "MOST_STORING_BYTES", 2 * each)
+    done = run_to_end(engine, engine.submit(texts[0] + prompt(rng, 300), **OPTIONS))[0]
+    assert (done.hit_tokens, engine.metrics.host_loaded_bytes) == (256, 0)
+
+
 def test_what_leaves_beyond_all_room_is_lost_from_its_end_and_counted(monkeypatch):
     """Its end alone could never be used."""
     engine = make_engine(host_cache_bytes=10**6)
