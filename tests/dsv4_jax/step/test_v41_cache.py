@@ -1,6 +1,10 @@
 """DeepSeek-V4.1 on a cache: any way of cutting a prompt into calls gives the oracle's logits."""
 
 import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,7 @@ from helpers.v41_cache import SLOTS, call_of, model, recorded, run
 
 pytestmark = pytest.mark.unoptimised
 
+TESTS = pathlib.Path(__file__).parents[2]
 CLOSE = 1e-4
 """Of logits of f32, which differ from the oracle's float64 by 4e-6 (CPU, jax 0.12.0)."""
 
@@ -107,6 +112,22 @@ def test_tokens_that_are_taken_back_leave_nothing(kept):
         place = settled + kept
         wanted = recorded("tiny")["logits"][0, place : place + 9]
         np.testing.assert_allclose(logits[:9], wanted, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["data", "model"])
+def test_two_devices_give_the_logits_of_the_oracle(axis):
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    program = [sys.executable, "-m", "helpers.v41_mesh", axis]
+    path = os.pathsep.join([*sys.path, str(TESTS)])
+    done = subprocess.run(
+        program,
+        env=os.environ | flags | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert float(done.stdout) < CLOSE
 
 
 def test_sizes_of_a_cache_are_what_layers_make_and_keep():
