@@ -17,13 +17,14 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
         "--host-cache",
         type=num_bytes,
         metavar="BYTES",
-        help="of the host's memory, for prefixes that gave way on the devices, such as 64GiB",
+        help="of the host's memory, for prefixes that gave way on the devices, such as 64GiB; "
+        "if not given, none",
     )
     parser.add_argument(
         "--disk-cache-size",
         type=num_bytes,
         metavar="BYTES",
-        help="of a disk, for prefixes that outlive the process, such as 500GiB",
+        help="of a disk, for prefixes that outlive the process, such as 500GiB; if not given, none",
     )
 
 

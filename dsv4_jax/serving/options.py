@@ -231,7 +231,7 @@ class EngineOptions:
         Ruled(
             Folder(),
             help="a directory whose files outlive the process, for known prefixes: they hold what "
-            "the model made of users' texts; nobody else may write to it",
+            "the model made of users' texts, and nobody else may write to it; if not given, none",
         ),
     ] = None
     disk_cache_bytes: Annotated[
@@ -247,7 +247,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Every field becomes a checked, plain, immutable value."""
-        given = self.prefill_tokens
+        given, given_bytes = self.prefill_tokens, self.disk_cache_bytes
         check_fields(self)
         sizes = self.prefill_tokens
         if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes))):
@@ -266,7 +266,7 @@ class EngineOptions:
                 )
         if self.disk_cache_bytes and self.disk_cache_dir is None:
             raise ValueError(
-                f"disk_cache_bytes={self.disk_cache_bytes} needs disk_cache_dir, where files lie"
+                f"disk_cache_bytes={given_bytes!r} needs disk_cache_dir, where files lie"
             )
         if self.memory_bytes is not None and self.gpu_memory_fraction is not None:
             raise ValueError(

@@ -165,7 +165,12 @@ LEFT_OUT = {
 ANOTHER_SIZE = "another size of axis"
 """Of some axes it is as good; then it must not end in another error than `ValueError`."""
 
-UNTRIED = {"block_linears": {"dtype", "may_stay_in_parts"}, "mixture_mlp": {"may_stay_in_parts"}}
+UNTRIED = {
+    "attend_in_part": {"apart"},
+    "block_linears": {"dtype", "may_stay_in_parts"},
+    "mixture_mlp": {"may_stay_in_parts"},
+    "sparse_attention": {"apart"},
+}
 """Arguments without a bad value: what is true counts as true."""
 
 OPTIONAL = {

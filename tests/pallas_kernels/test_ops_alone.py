@@ -51,7 +51,9 @@ def test_every_op_that_has_a_page_is_exported():
 def test_a_codec_is_found_by_its_name():
     """Each is one of a cache format, and all of those have names."""
     used = {
-        codec for cache in pk.CACHE_FORMATS.values() for codec in (cache.entry, cache.index_key)
+        codec
+        for cache in pk.CACHE_FORMATS.values()
+        for codec in (cache.entry, cache.ring, cache.index_key)
     }
     assert {pk.get_codec(name) for name in pk.CODECS} == used
     with pytest.raises(ValueError, match=r"codec must be one of .*'mxfp4_key'.*, got 'fp4'"):

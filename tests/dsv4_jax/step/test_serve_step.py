@@ -13,6 +13,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.cache.step_input import index_call
 from dsv4_jax.serving.device import engine_arrays
+from dsv4_jax.serving.device.idle_steps import IdleStep
 from dsv4_jax.serving.schedule.scheduler import StepPlan
 from dsv4_jax.step.serve_step import _next_tokens, jit_serve_step, serve_step
 from helpers.serving import BUCKET, SIZES, make_engine, params, prompt, rows_at
@@ -22,7 +23,7 @@ def idle_call(engine):
     """The arguments of a step without rows."""
     patch = mock.patch.object(engine_arrays, "jit_serve_step", side_effect=InterruptedError)
     with patch as step, contextlib.suppress(InterruptedError):
-        engine.loop.runner._idle(StepPlan.idle(BUCKET))
+        engine.loop.runner._idle(IdleStep("idle", StepPlan.idle(BUCKET)))
     return step.call_args.args, step.call_args.kwargs
 
 
@@ -70,7 +71,7 @@ def test_an_idle_step_changes_nothing():
         return [np.array(leaf).tobytes() for leaf in leaves]
 
     before = everything()
-    engine.loop.runner._idle(StepPlan.idle(BUCKET))
+    engine.loop.runner._idle(IdleStep("idle", StepPlan.idle(BUCKET)))
     assert everything() == before
 
 
