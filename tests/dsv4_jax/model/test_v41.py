@@ -150,7 +150,8 @@ def test_tables_are_read_in_a_program_too():
         forward(without, ids, config=config)
 
 
-@pytest.mark.parametrize("preset", ["tiny", pytest.param("engram", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["tiny", "engram"])
 def test_rounding_of_a_cache_in_the_models_own_formats_is_that_of_the_oracle(preset):
     """Whose values of other layers follow from what was rounded: a midpoint moves all of them.
 

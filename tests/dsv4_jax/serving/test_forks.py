@@ -9,7 +9,7 @@ import itertools
 import pytest
 
 import dsv4_jax as ds
-from helpers import serving, slow
+from helpers import serving
 
 WANTED = {"max_new_tokens": 7, "stop_token_ids": (), "temperature": 1.0}
 STEPPED = ("step", "verify", "preempt")
@@ -86,7 +86,8 @@ def unfinished(caller):
     return caller.engine.requests[caller.first].finish_reason is None
 
 
-@pytest.mark.parametrize("overlap", slow.all_but([True], [True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [True, False])
 def test_steps_give_all_of_a_fork(overlap):
     """What they had given of the first one, and then of the fork."""
     engine = engine_of(overlap=overlap)
@@ -103,9 +104,8 @@ def test_steps_give_all_of_a_fork(overlap):
         assert first != second
 
 
-@pytest.mark.parametrize(
-    "changes", slow.all_but([{}], [{}, {"overlap": False}, {"steps_per_call": 2}])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"overlap": False}, {"steps_per_call": 2}])
 def test_streams_give_all_of_a_fork(changes):
     """Streams of others step the engine too, and looks read what they drew."""
     engine = engine_of(**changes)
@@ -128,7 +128,8 @@ def test_streams_give_all_of_a_fork(changes):
         assert len({tuple(one) for one in done}) == 3
 
 
-@pytest.mark.parametrize("most", slow.all_but([2], [2, 3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [2, 3])
 def test_steps_and_streams_together_leave_no_token_out(most):
     engine = engine_of()
     for order in orders(MIXED, most):
@@ -148,8 +149,9 @@ def test_steps_and_streams_together_leave_no_token_out(most):
             caller.end()
 
 
-@pytest.mark.parametrize("look", slow.all_but(["cache"], ["verify", "cache"]))
-@pytest.mark.parametrize("num_calls", slow.all_but([2], [2, 3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("look", ["verify", "cache"])
+@pytest.mark.parametrize("num_calls", [2, 3])
 def test_looking_changes_nothing(look, num_calls):
     """Between any two calls; ends, forks, cancels and preemptions give what they give without."""
     engine = serving.limit(engine_of.__wrapped__(), num_snapshots=0)

@@ -1,8 +1,7 @@
 """A call that makes several steps with drafts gives what as many calls of one step give.
 
-With an MTP block, whose programs compile in a few seconds, and with DSpark stages, whose tests are
-slow. Prompts are read by steps of as many tokens as the calls have, so that all products have the
-same shapes.
+With an MTP block and with DSpark stages; the tests that run an engine are slow. Prompts are read by
+steps of as many tokens as the calls have, so that all products have the same shapes.
 """
 
 import collections
@@ -13,7 +12,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.serving.schedule.scheduler import plan_decoding
-from helpers import serving, slow, taught
+from helpers import serving, taught
 from helpers.engine_life import Life
 from helpers.serving import limit, prompt, run_to_end, same_tokens
 
@@ -70,10 +69,8 @@ def _counts(engine):
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "overlap"),
-    slow.all_but([("mtp", True)], [(k, o) for k in KINDS for o in (True, False)]),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "overlap"), [(k, o) for k in KINDS for o in (True, False)])
 def test_answers_are_those_of_single_steps(kind, overlap, monkeypatch):
     """Requests of several lengths, greedy and sampled, that come and end at different times."""
     engine, rng = make_engine(kind, overlap=overlap, debug=not overlap), np.random.default_rng(0)
@@ -91,6 +88,7 @@ def test_answers_are_those_of_single_steps(kind, overlap, monkeypatch):
     assert not engine.verify().problems
 
 
+@pytest.mark.slow
 def test_drafts_of_an_mtp_block_that_are_right_are_kept():
     """Random weights guess nothing, so that every call begins with two drafts that are known."""
     single, text = other_engine("mtp"), prompt(np.random.default_rng(4), 7)
@@ -105,7 +103,8 @@ def test_drafts_of_an_mtp_block_that_are_right_are_kept():
     assert engine.metrics.accepted_tokens > 20
 
 
-@pytest.mark.parametrize("kind", slow.all_but(["mtp"], KINDS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_lone_request_checks_and_keeps_the_same_drafts(kind, monkeypatch):
     """Counted by depth. Calls go on over the ends of blocks; the last steps, which could pass the
     end of the request, are single ones.

@@ -40,6 +40,7 @@ def answer(request_id):
     return engine().completion(request_id).token_ids
 
 
+@pytest.mark.slow
 def test_prompts_of_any_length_are_answered_beside_each_other():
     prompts = [prompt(41, 1), prompt(1, 2), prompt(18, 3), prompt(33, 4)]  # one has to wait
     found = engine().generate(prompts, max_new_tokens=6, **WANTED)

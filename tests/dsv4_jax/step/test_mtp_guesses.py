@@ -136,6 +136,7 @@ def run_whole(params, streams, next_ids, *, config):
     return entries, streams, draft_logits(params, streams, config)
 
 
+@pytest.mark.slow
 def test_rings_have_the_entries_of_kept_tokens(case, settled):
     params, streams, token_ids = case
     expected, _, _ = run_whole(params, streams, token_ids[:, 1:], config=CONFIG)
@@ -146,6 +147,7 @@ def test_rings_have_the_entries_of_kept_tokens(case, settled):
             assert np.abs(off).max() < INTERMEDIATE, (row, position)
 
 
+@pytest.mark.slow
 def test_guesses_are_those_of_whole_sequences(case, settled):
     """Each is drawn as the trunk would draw at its position, and run with what it gave before."""
     params, streams, token_ids = case

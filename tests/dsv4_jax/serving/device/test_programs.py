@@ -10,7 +10,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.cache.packed_rows import _unpacking, pack_rows
 from dsv4_jax.serving.device import engine_arrays
-from helpers import slow, tolerance
+from helpers import tolerance
 from helpers.serving import SIZES, one_layer, prompt, run_to_end
 
 pytestmark = pytest.mark.compiles_for_others
@@ -40,7 +40,8 @@ def make_engine(**changes):
     return ds.Engine(*model(), **(SIZES | {"cache_format": "f32"} | changes))
 
 
-@pytest.mark.parametrize("case", slow.all_but(["calls of four"], list(CASES)))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(CASES))
 def test_nothing_compiles_after_warmup(case):
     """And what is listed is what serving runs: snapshots, loads, forks, tables, a lost cache."""
     options, more = CASES[case]
@@ -80,6 +81,7 @@ def test_nothing_compiles_after_warmup(case):
     assert engine.metrics.compiles == compiled
 
 
+@pytest.mark.slow
 def test_neither_do_copies_of_prefixes_to_the_host_and_back():
     pack_rows.clear_cache()  # as above
     _unpacking.cache_clear()
