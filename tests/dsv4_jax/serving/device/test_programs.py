@@ -116,6 +116,7 @@ def test_steps_that_are_compiled_side_by_side_are_not_compiled_again(monkeypatch
     assert compiled[0] == compiled[1]
 
 
+@pytest.mark.slow
 def test_warmup_starts_anew_after_a_program_that_did_not_compile(monkeypatch):
     engine, begin = (
         make_engine(**CASES["calls of four"][0]),
@@ -135,6 +136,7 @@ def test_warmup_starts_anew_after_a_program_that_did_not_compile(monkeypatch):
     assert list(dict(engine.warmup())) == GENERAL + CASES["calls of four"][1]
 
 
+@pytest.mark.slow
 def test_warmup_waits_for_nobody():
     engine = make_engine(**CASES["calls of four"][0])
     request = engine.submit([1, 2, 3], max_new_tokens=3)
