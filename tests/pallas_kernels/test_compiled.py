@@ -173,6 +173,7 @@ def test_a_case_compiles_to_nothing_worse_than_recorded(compiled, target, case):
             ("expert_mlp_kernel/flash mixture 6 fp8@sm_90a", 2),
             ("expert_mlp_kernel/flash mixture 8 fp8@sm_90a", 2),
             ("expert_mlp_kernel/pro mixture 1 fp8@sm_90a", 2),
+            ("expert_mlp_kernel/pro mixture 4 fp8@sm_90a", 2),
             ("block_linear_kernel/fp8 8x7168x16384 fp8@sm_90a", 1),
         ],
     ),

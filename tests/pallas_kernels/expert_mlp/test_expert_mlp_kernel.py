@@ -486,7 +486,7 @@ AOT_CASES = (
             _mixture,
             [*_specs(num_tokens, 384, 7168, 3072, "fp8"), _shared_specs(7168, 3072)],
         )
-        for num_tokens in (1, 6)
+        for num_tokens in (1, 4, 6)
     ]
     + [
         (
