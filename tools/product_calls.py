@@ -11,6 +11,7 @@ import numpy as np
 
 import pallas_kernels as pk
 from pallas_kernels.common import weights
+from pallas_kernels.common.pending import PickedSums
 from pallas_kernels.expert_mlp import triton_unpack
 from pallas_kernels.product import Tiling, multiply_rows, swiglu_rows, triton_rows
 
@@ -110,12 +111,19 @@ def join(count):
     return jax.jit(run)(rows(count, 600), matrices, biases, np.arange(count, dtype=np.int32))
 
 
-def write(count, dim=320):
-    """Outputs to four streams."""
+def write(count, dim=320, *, picked=False):
+    """Outputs to four streams, or sums of the rows that tokens picked; one picked fewer."""
     rng, streams = np.random.default_rng(4), 4
+    output = rows(count, dim)
+    if picked:
+        row = rng.integers(0, 3 * count, (count, PICKED)).astype(np.int32)
+        ids = np.where(np.arange(row.size).reshape(row.shape) == 1, -1, row).astype(np.int32)
+        total, lead = 3 * count, (count,)
+        products = np.float32(rng.normal(size=(total + count, dim)))
+        output = PickedSums(products, row, ids, total, total, jnp.dtype("bfloat16"), lead)
     given = (
         rng.normal(size=(count, streams, dim)).astype(jnp.bfloat16),
-        rows(count, dim),
+        output,
         np.float32(rng.uniform(0, 2, (count, streams))),
         np.float32(rng.dirichlet(np.ones(streams), (count, streams))),
         np.float32(rng.normal(size=(24, streams * dim)) / 40),
@@ -162,7 +170,9 @@ CALLS = {
     "join": functools.partial(join, 3),
     "join_many": functools.partial(join, 19),
     "write": functools.partial(write, 3),
+    "write_picked": functools.partial(write, 6, 512, picked=True),
     "write_many": functools.partial(write, MANY_TOKENS, 1024),
     "write_many_ragged": functools.partial(write, MANY_TOKENS, 1088),
     "pick": functools.partial(pick, 7),
+    "pick_many": functools.partial(pick, 70),
 }
