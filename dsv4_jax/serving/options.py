@@ -33,7 +33,7 @@ MAX_DRAFT_TOKENS = 16
 MAX_STEPS_PER_CALL = 64
 MAX_STEP_SIZES = 64
 """Sizes of steps: each is a program."""
-DEFAULT_MAX_STEP_MS = 80.0
+DEFAULT_MAX_STEP_MS = 100.0
 """On a GPU, at least: five decode steps of 32 requests of V4-Flash on an H200."""
 NO_STEP_BOUND_MS = 600_000.0
 """No step takes so long."""
@@ -72,7 +72,7 @@ class EngineOptions:
       max_step_ms: the longest that a step with prompts shall take beside requests that decode, 1 to
         600,000. It has the largest of `prefill_tokens` that takes at most so long, as steps were
         seen to take, and by arithmetic before that, but leaves prompts half of itself at least.
-        While nobody decodes, it has the largest. None is on a GPU 80 or five decode steps,
+        While nobody decodes, it has the largest. None is on a GPU 100 or five decode steps,
         whichever is longer, and elsewhere no bound; 600,000 is none in effect. Where it chooses
         between sizes, results follow these, and so the times of a machine, within rounding.
       draft_tokens: k, tokens that the draft guesses per step; 0 is no speculation. An MTP block

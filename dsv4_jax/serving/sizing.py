@@ -24,6 +24,9 @@ from dsv4_jax.step.settings_size import count_entries
 
 _SIZE_STEP = 128
 _NEAR_ENOUGH = 0.75
+
+_SURE_TO_FIT = 0.9
+"""Share of a bound that arithmetic may fill: a size that misses it by little is never used."""
 BESIDE_DISK_BYTES = 2**28
 """Of the host's memory, for pages on their way to a disk and from it, if no number is given."""
 _SHARE_OF_HOST = 0.5
@@ -213,11 +216,12 @@ def with_fitting_size(
     """Adds the size that fits a bound best, where others leave a gap.
 
     The largest of them would take too long beside requests that decode, and the largest that would
-    not holds less than `_NEAR_ENOUGH` of what could be read in that time.
+    not holds less than `_NEAR_ENOUGH` of what could be read in that time. The one that is added
+    takes `_SURE_TO_FIT` of the bound by arithmetic, which may be wrong by the rest; all times here
+    are held against that share.
 
     Args:
       sizes: of steps with prompts on a data shard, ascending.
-      host_cache_bytes: of the host's memory, for known prefixes.
       cost: what a device reads and multiplies, for the arithmetic that decides.
       max_step_s: the bound, in seconds.
       data: data shards.
@@ -227,11 +231,12 @@ def with_fitting_size(
     def seconds(size: int) -> float:
         return base_seconds(cost, size * data, size)
 
-    if seconds(sizes[-1]) <= max_step_s:
+    sure_s = _SURE_TO_FIT * max_step_s
+    if seconds(sizes[-1]) <= sure_s:
         return sizes
     steps = range(_SIZE_STEP, sizes[-1], _SIZE_STEP)
-    best = _SIZE_STEP * bisect.bisect_right(steps, max_step_s, key=seconds)
-    fitting = max((size for size in sizes if seconds(size) <= max_step_s), default=0)
+    best = _SIZE_STEP * bisect.bisect_right(steps, sure_s, key=seconds)
+    fitting = max((size for size in sizes if seconds(size) <= sure_s), default=0)
     if best < least or fitting >= _NEAR_ENOUGH * best:
         return sizes
     return tuple(sorted({*sizes, best}))

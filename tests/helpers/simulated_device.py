@@ -1,6 +1,6 @@
 """An engine on a device that only takes time: real queue, scheduler and loop, and a clock of ours.
 
-A launch takes what an H200 was measured to take for V4-Flash with 192 experts. Calls run in order,
+A launch takes what an H200 was measured to take for V4-Flash with 192 experts, whose tokens pick at random. Calls run in order,
 one after the other, while the host goes on; reading one waits for its end.
 """
 
@@ -15,12 +15,12 @@ from dsv4_jax.step.draft_worth import StepCost
 from dsv4_jax.step.serve_values import ServeOutput
 from helpers.serving import one_layer
 
-DECODING_MS = {1: 4.9, 8: 9.6, 32: 15.8, 64: 19.8, 256: 35.4}
-"""Rows of a step that only decodes, and what it takes: docs/benchmarks/decode_steps.md."""
+DECODING_MS = {1: 5.0, 8: 11.2, 32: 23.5, 64: 29.9, 256: 44.5}
+"""Rows of a step that only decodes, and what it takes: docs/benchmarks/serving.md. Of 256 it is a call
+with prompts."""
 
-PROMPT_MS = {256: 35.4, 8192: 405, 16_384: 817, 32_768: 1481}
-"""Tokens of a call, and what it takes: docs/benchmarks/prefill.md. Between 256 and 8,192 none was
-measured, and a line is drawn."""
+PROMPT_MS = {256: 44.5, 1024: 82.9, 2048: 133, 8192: 414, 16_384: 817, 32_768: 1481}
+"""Tokens of a call, and what it takes: docs/benchmarks/serving.md, beyond 8,192 prefill.md."""
 
 REACH_MS = 2.1e-7
 """What a token takes for each token before its call: a prompt of 32,768 tokens in four calls takes

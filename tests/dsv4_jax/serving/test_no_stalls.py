@@ -29,14 +29,14 @@ def same_load(max_step_ms, count, prompt=8192, drawn=1024, **options):
 
 
 def test_tokens_come_within_five_steps_of_each_other():
-    bounded, engine = same_load(80, 40, drawn=256)
+    bounded, engine = same_load(100, 40, drawn=256)
     free, _ = same_load(NO_BOUND, 40, drawn=256)
     assert free.gap_ms(0.99) > 400  # as an H200 was seen to do
     assert bounded.gap_ms(1) < 5 * PLAIN_MS
     assert bounded.drawn_tokens == 40 * 256
     metrics = engine.metrics
     assert metrics.predicted_s.total == pytest.approx(metrics.prompt_step_s.total, rel=0.02)
-    assert 0.06 < metrics.token_s.quantile(0.99) < 0.08
+    assert 0.08 < metrics.token_s.quantile(0.99) < 0.1
 
 
 def test_a_device_of_which_arithmetic_is_wrong_is_learned():
@@ -46,34 +46,34 @@ def test_a_device_of_which_arithmetic_is_wrong_is_learned():
         return 3 * h200_ms(*call, **how)
 
     engine, clock, device = simulated_engine(
-        slow_ms, None, prefill_tokens=SIZES, max_step_ms=240, max_requests=32,
+        slow_ms, None, prefill_tokens=SIZES, max_step_ms=300, max_requests=32,
         max_context_tokens=9216,
     )  # fmt: skip
     times = serve(engine, clock, [(8192, 100)] * 34, concurrent=32)
-    assert times.gap_ms(0.99) < 240
+    assert times.gap_ms(0.99) < 300
     assert sum(size == 1024 for size, *_ in device.calls) > 200
 
 
 def test_without_a_given_bound_a_slow_device_reads_beside_five_decode_steps(monkeypatch):
-    """All steps take eight times as long: within 80 ms none would have read a prompt."""
+    """All steps take eight times as long: within 100 ms none would have read a prompt."""
 
     def slow_ms(*call, **how):
         return 8 * h200_ms(*call, **how)
 
-    monkeypatch.setattr(sizing, "_max_step_s", lambda options: 0.08)
+    monkeypatch.setattr(sizing, "_max_step_s", lambda options: 0.1)
     sizes = {"prefill_tokens": SIZES, "max_requests": 32, "max_context_tokens": 4096}
     seen = {}
-    for max_step_ms in (None, 80):
+    for max_step_ms in (None, 100):
         engine, clock, _ = simulated_engine(slow_ms, max_step_ms=max_step_ms, **sizes)
         seen[max_step_ms] = serve(engine, clock, [(2048, 400)] * 34, concurrent=32)
     assert seen[None].gap_ms(1) < 5 * 8 * PLAIN_MS
-    assert seen[None].seconds < 0.8 * seen[80].seconds
+    assert seen[None].seconds < 0.8 * seen[100].seconds
 
 
 @pytest.mark.parametrize("decoding", [0, 31])
 @pytest.mark.parametrize("late_s", [0.01, 0.3, 0.41, 0.7])
 def test_a_short_prompt_behind_four_long_ones_is_read_within_a_second(decoding, late_s):
-    engine, clock, _ = engine_of(80, max_requests=36, context=33_000)
+    engine, clock, _ = engine_of(100, max_requests=36, context=33_000)
     requests = [(40, 400)] * decoding + [(32_768, 8)] * 4 + [(200, 8)]
     arrivals = [0.0] * decoding + [0.5] * 4 + [0.5 + late_s]
     times = serve(engine, clock, requests, arrivals_s=arrivals)
@@ -83,11 +83,11 @@ def test_a_short_prompt_behind_four_long_ones_is_read_within_a_second(decoding, 
 
 def test_a_long_prompt_is_read_beside_any_number_of_short_ones():
     """Short ones come faster than they can be read, and the long one has half of each step."""
-    engine, clock, _ = engine_of(80, max_requests=8, context=9216)
+    engine, clock, _ = engine_of(100, max_requests=8, context=9216)
     requests = [(8192, 4)] + [(700, 4)] * 60
     times = serve(engine, clock, requests, arrivals_s=[0.0] + [0.01] * 60)
     steps = -(-8192 // 512)
-    assert times.first[0] < (steps + 2) * 0.08
+    assert times.first[0] < (steps + 2) * 0.1
 
 
 def random_traffic(count, seed, rate):
@@ -101,7 +101,7 @@ def random_traffic(count, seed, rate):
 
 def test_random_traffic_has_no_stalls():
     requests, arrivals = random_traffic(60, 0, 4)
-    engine, clock, _ = engine_of(80)
+    engine, clock, _ = engine_of(100)
     times = serve(engine, clock, requests, arrivals_s=arrivals)
     assert times.gap_ms(0.999) < 5 * PLAIN_MS
     assert times.first_s(0.99) < 2
@@ -112,7 +112,7 @@ def test_a_run_is_the_same_again():
     requests, arrivals = random_traffic(20, 3, 4)
     runs = []
     for _ in range(2):
-        engine, clock, device = engine_of(80)
+        engine, clock, device = engine_of(100)
         runs.append((serve(engine, clock, requests, arrivals_s=arrivals).seconds, device.calls))
     assert runs[0] == runs[1]
 
@@ -189,7 +189,7 @@ def test_thousands_of_requests_at_random_times(seed):
         engine, clock, _ = engine_of(max_step_ms)
         seen[max_step_ms] = serve(engine, clock, requests, arrivals_s=arrivals)
         assert engine.metrics.preempted == 0
-    assert seen[80].gap_ms(1) < 5 * PLAIN_MS
+    assert seen[100].gap_ms(1) < 5 * PLAIN_MS
     assert seen[NO_BOUND].gap_ms(0.99) > 400
     for share in (0.5, 0.9, 0.99):  # short prompts do not wait for large steps
-        assert seen[80].first_s(share) < 0.7 * seen[NO_BOUND].first_s(share)
+        assert seen[100].first_s(share) < 0.7 * seen[NO_BOUND].first_s(share)

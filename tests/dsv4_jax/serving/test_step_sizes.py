@@ -15,14 +15,14 @@ from helpers.simulated_device import FLASH
     ("given", "sizes"),
     [
         ((64, 256), (64, 256)),
-        ((64, 256, 8192), (64, 256, 1024, 8192)),
-        ((8192,), (1024, 8192)),
-        ((2048,), (1024, 2048)),
-        ((512, 2048), (512, 1024, 2048)),
+        ((64, 256, 8192), (64, 256, 896, 8192)),
+        ((8192,), (896, 8192)),
+        ((2048,), (896, 2048)),
+        ((512, 2048), (512, 896, 2048)),
         ((64, 768, 8192), (64, 768, 8192)),
-        ((1024, 8192), (1024, 8192)),
+        ((1024, 8192), (896, 1024, 8192)),
         ((900,), (900,)),
-        ((2**31 - 1,), (1024, 2**31 - 1)),
+        ((2**31 - 1,), (896, 2**31 - 1)),
     ],
 )
 def test_a_gap_is_filled_by_the_size_that_fits(given, sizes):
@@ -58,7 +58,7 @@ def test_engines_have_the_size_if_they_have_a_bound():
     given = {"prefill_tokens": (256, 8192)}
     assert plan(config, **given).step_sizes == (256, 8192)  # a CPU
     bounded = plan(config, max_step_ms=80, **given)
-    assert bounded.step_sizes == (256, 1024, 8192)
+    assert bounded.step_sizes == (256, 896, 8192)
     assert bounded.cost.experts == pytest.approx(FLASH.experts, rel=1e-3)
     assert plan(config, max_step_ms=80, decode_tokens=256, **given).step_sizes == (256, 8192)
     assert plan(ds.DSV4Config.tiny(), max_step_ms=80, **given).step_sizes == (256, 8192)
