@@ -1,7 +1,7 @@
 """Ideas: what they are made of, and what they change in loss, speed, memory and answers."""
 
 from dsv4_jax.attention.pooling import Pooling, WindowTokens
-from dsv4_jax.attention.selection import Selection, Selector, select_by_score
+from dsv4_jax.attention.selection import Selection, Selector, select_by_score, visible_entries
 from dsv4_jax.config.idea import Idea
 from dsv4_jax.research.intervals import Interval, mean_interval, paired_difference
 from dsv4_jax.research.losses import losses_by_row
@@ -28,4 +28,5 @@ __all__ = [
     "select_at_random",
     "select_by_score",
     "time_decode",
+    "visible_entries",
 ]
