@@ -6,7 +6,8 @@ The rules, of which `Pace.choose` is all:
    the predicted time is at most `max_step_ms`. If that is not given, the bound is five steps that
    only decode, as they were seen to take for about as many requests, where these are longer than
    its default: a model or a device on which all steps are long would else read next to nothing.
-   Where it matters and none was seen, prompts sit one step out.
+   Where it matters and none was seen, prompts sit one step out. A size that misses the bound by
+   little, as it does once prompts have grown, is not filled, if it fits so.
 2. It has at least the smallest size that leaves half of itself to prompts, or the largest there is,
    however long that takes. So prompts are always read on; the oldest one gets half of what they get
    (`scheduler`), so that none waits for ever, and the shortest of the others come next.
@@ -23,6 +24,7 @@ With one size there is nothing to choose, and no time decides about anything but
 
 from __future__ import annotations
 
+import bisect
 import collections
 from collections.abc import Sequence
 
@@ -50,6 +52,9 @@ _RETRIED_AFTER = 512
 by what others take now: a device may have been slow for a while. Of the latter each time in vain
 doubles them."""
 _NEAR = 1.25
+
+_FILL_STEP = 32
+"""Tokens; a size that is not filled holds the size below it and a multiple of so many."""
 
 
 class Pace:
@@ -108,6 +113,10 @@ class Pace:
         )
         plan, count = largest, self._sizes.index(largest.size) + 1
         while count > least and not self._fits(plan, lengths, bound):
+            part = self._part_of(plan, count, needs, lengths, bound) if most else None
+            if part is not None:
+                plan = part
+                break
             count -= 1
             plan = plan_up_to(count)
         if plan is not largest and self._asks(decoding):
@@ -184,6 +193,33 @@ class Pace:
             size = next(size for size in self._sizes if size * shards >= rest)
             total += seconds(CallLoad(size, rest, whole.reach * rest / whole.tokens))
         return total < seconds(whole)
+
+    def _part_of(
+        self,
+        plan: StepPlan,
+        count: int,
+        needs: Sequence[Sequence[RowNeed]],
+        lengths: np.ndarray,
+        bound: float,
+    ) -> StepPlan | None:
+        """A step of the size of a plan that is filled as far as it fits the bound.
+
+        None if it does not even with a few tokens more than the size below it holds. `count` are
+        the sizes up to that of the plan.
+        """
+
+        def filled(most: int) -> StepPlan:
+            sizes, plain_size = self._sizes[:count], self._plain_size
+            return plan_shards(needs, sizes=sizes, plain_size=plain_size, most=most)
+
+        def seconds(most: int) -> float:
+            part = filled(most)
+            return self.times.predict(CallLoad.of(part, lengths[part.rows.slots]))
+
+        fills = range(self._sizes[count - 2] + _FILL_STEP, plan.size, _FILL_STEP)
+        if not fills or seconds(fills[0]) > bound:
+            return None
+        return filled(fills[bisect.bisect_right(fills, bound, key=seconds) - 1])
 
     def _fits(self, plan: StepPlan, lengths: np.ndarray, bound: float) -> bool:
         load = CallLoad.of(plan, lengths[plan.rows.slots])

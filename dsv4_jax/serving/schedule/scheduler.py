@@ -186,7 +186,11 @@ def plan_decoding(
 
 
 def plan_shards(
-    needs: Sequence[Sequence[RowNeed]], *, sizes: Sequence[int], plain_size: int | None
+    needs: Sequence[Sequence[RowNeed]],
+    *,
+    sizes: Sequence[int],
+    plain_size: int | None,
+    most: int | None = None,
 ) -> StepPlan:
     """Fills one step on every data shard; all of them run the same program.
 
@@ -194,12 +198,13 @@ def plan_shards(
       needs: by data shard, running requests, the oldest first; slots are those among all shards.
       sizes: as in `plan_step`, of one shard.
       plain_size: as in `plan_step`, of one shard.
+      most: as in `plan_step`, of one shard.
 
     Returns:
       The plan, its rows one shard's after the other's. Its size is the smallest that holds the
       rows of the fullest shard; it is plain if that of every shard is.
     """
-    plans = [plan_step(shard, sizes=sizes, plain_size=plain_size) for shard in needs]
+    plans = [plan_step(shard, sizes=sizes, plain_size=plain_size, most=most) for shard in needs]
     rows = StepRows.of([row for plan in plans for row in plan.rows])
     if plain_size is not None and all(plan.is_plain for plan in plans):
         return StepPlan(rows, plain_size, True)
@@ -208,7 +213,11 @@ def plan_shards(
 
 
 def plan_step(
-    needs: Sequence[RowNeed], *, sizes: Sequence[int], plain_size: int | None
+    needs: Sequence[RowNeed],
+    *,
+    sizes: Sequence[int],
+    plain_size: int | None,
+    most: int | None = None,
 ) -> ShardPlan:
     """Fills one shard's part of a step.
 
@@ -217,11 +226,12 @@ def plan_step(
       sizes: shapes of the general step, ascending; the largest holds at least one token of each.
       plain_size: size of the step that only decodes, one token of each row; None if there is
         none.
+      most: tokens that it may hold, at least one of each request; None is the largest size.
 
     Returns:
       The plan; its size is the smallest that holds its rows.
     """
-    limit = sizes[-1]
+    limit = sizes[-1] if most is None else most
     decoding = [need for need in needs if need.num_pending == 1]
     prompts = [need for need in needs if need.num_pending > 1]
     with_drafts = sum(1 + need.num_drafts for need in decoding)
