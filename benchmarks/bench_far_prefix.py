@@ -23,6 +23,9 @@ from dsv4_jax.model.weight_forms import RELEASE_FORMS
 BLOCK, ANSWER, AFTER = 128, 4, 16
 """Of an answer, and tokens of a prompt after its last block."""
 
+PORTION = 64
+"""Blocks."""
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -106,14 +109,17 @@ def first_token(engine, prompt):
 
 
 def evict(engine):
-    """Nothing that a request does not use stays on the devices; waits for the copies."""
-    for manager in engine.loop.shards.managers:
-        manager.evict(manager.num_blocks)
+    """Nothing that a request does not use stays on the devices; waits for the copies.
+
+    In portions: more than an engine copies at once would be lost.
+    """
     host = engine.loop.host
-    host.keep()
-    while host._stores._runs:
-        time.sleep(0.001)
-        host.keep()
+    for manager in engine.loop.shards.managers:
+        while manager.evict(PORTION):
+            host.keep()
+            while host._stores._runs:
+                time.sleep(0.001)
+                host.keep()
 
 
 def steps_ms(engine, args, prompts):
