@@ -223,7 +223,12 @@ def _store(
     store_transposed(
         out_gmem.at[work.tile.split],
         values.astype(out_gmem.dtype),
-        Place(work.tile.target_row + share.first, work.tile.num_rows - share.first, first_column),
+        Place(
+            work.tile.target_row + share.first,
+            work.tile.num_rows - share.first,
+            first_column,
+            work.tile.pairs,
+        ),
         operand_order=work.shapes.is_mxfp4,
         num_columns=count,
         layout=_LAYOUT,
