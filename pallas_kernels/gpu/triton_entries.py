@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
@@ -19,16 +20,21 @@ from jax.typing import DTypeLike
 from pallas_kernels.common import numbers
 from pallas_kernels.common.codecs import (
     Codec,
+    FP4KeyCodec,
     GroupedFP8Codec,
     PlainCodec,
     Planes,
     ScaledFP8Codec,
+    WholeFP8Codec,
 )
 from pallas_kernels.gpu import triton
 from pallas_kernels.gpu.triton_rope import join_neighbours
 
 Ref = Any
 _CODES_PER_WORD = 4
+_BYTES_PER_WORD = 4
+_E2M1_AS_F16 = np.float32(2.0**14)
+"""What a value of E2M1 is of an f16 that has its bits: the biases are 1 and 15."""
 
 
 class Source(NamedTuple):
@@ -112,6 +118,10 @@ def load_rows(
     """
     if isinstance(codec, PlainCodec):
         return [Columns(_read(sources, "values", dim).astype(dtype), 0, dim)]
+    if isinstance(codec, WholeFP8Codec):
+        return [Columns(_load_whole_fp8(sources, codec, dim, dtype).astype(dtype), 0, dim)]
+    if isinstance(codec, FP4KeyCodec):
+        return [Columns(_load_fp4(sources, codec, dim, dtype).astype(dtype), 0, dim)]
     rope_dim = sources[0].planes["rope"].shape[-1]
     nope_dim = dim - rope_dim
     words = _read(sources, "nope", nope_dim // _CODES_PER_WORD)
@@ -135,22 +145,73 @@ def load_rows(
     ]
 
 
+def _load_whole_fp8(
+    sources: Sequence[Source], codec: WholeFP8Codec, dim: int, dtype: DTypeLike
+) -> jax.Array:
+    """[n, width], all columns of rows in E4M3."""
+    words = _read(sources, "codes", dim // _CODES_PER_WORD)
+    stored = _load_scale_bytes(sources, codec.group, dim, _CODES_PER_WORD, words.shape)
+    # f16 holds codes times powers of two, and multiplies two in one instruction.
+    scale = numbers.decode_ue8m0(stored).astype(_wide(dtype))
+
+    def decode(number: int) -> jax.Array:
+        code = lax.bitcast_convert_type(_byte(words, number).astype(jnp.uint8), jnp.float8_e4m3fn)
+        return code.astype(scale.dtype) * scale
+
+    # Codes 4 w + i of words w go back to their order.
+    return join_neighbours([decode(number) for number in range(_CODES_PER_WORD)])
+
+
+def _load_fp4(
+    sources: Sequence[Source], codec: FP4KeyCodec, dim: int, dtype: DTypeLike
+) -> jax.Array:
+    """[n, width], all columns of rows in E2M1, whose scales are E4M3."""
+    assert not codec.power_of_two, "whose signs are interleaved"
+    codes_per_word = 2 * _BYTES_PER_WORD
+    words = _read(sources, "codes", dim // codes_per_word)
+    stored = _load_scale_bytes(sources, codec.group, dim, codes_per_word, words.shape)
+    scale = lax.bitcast_convert_type(stored.astype(jnp.uint8), jnp.float8_e4m3fn)
+    scale = scale.astype(_wide(dtype))
+
+    def decode(number: int) -> jax.Array:
+        # Two bits of the exponent and one of the significand are those of an f16 too, subnormal
+        # where the exponent is 0; its bias makes each value 2^14 too small.
+        code = words >> np.uint32(4 * number)
+        bits = ((code & 7) << 9) | ((code & 8) << 12)
+        value = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(scale.dtype)
+        return value * _E2M1_AS_F16.astype(scale.dtype) * scale
+
+    return join_neighbours([decode(number) for number in range(codes_per_word)])
+
+
+def _wide(dtype: DTypeLike) -> Any:
+    """What values in 16 bits are computed in."""
+    return jnp.float16 if dtype == jnp.float16 else jnp.float32
+
+
 def _load_scales(
     sources: Sequence[Source], codec: Codec, nope_dim: int, shape: tuple[int, ...]
 ) -> jax.Array:
     """f32 of the shape of the words of codes: the factor of each."""
     if not isinstance(codec, GroupedFP8Codec):
         return jnp.broadcast_to(_read_word(sources, "inv_scale")[:, None], shape)
-    group = lax.div(jnp.arange(shape[1], dtype=jnp.int32) * _CODES_PER_WORD, codec.group)
-    word_number, number = lax.div(group, _CODES_PER_WORD), lax.rem(group, _CODES_PER_WORD)
-    num_groups = pl.cdiv(nope_dim, codec.group)
+    stored = _load_scale_bytes(sources, codec.group, nope_dim, _CODES_PER_WORD, shape)
+    return numbers.decode_ue8m0(stored)
+
+
+def _load_scale_bytes(
+    sources: Sequence[Source], group: int, dim: int, codes_per_word: int, shape: tuple[int, ...]
+) -> jax.Array:
+    """u32 of the shape of the words of codes: the byte of scale of each, one for each group."""
+    number = lax.div(jnp.arange(shape[1], dtype=jnp.int32) * codes_per_word, group)
+    word_number, number = lax.div(number, _BYTES_PER_WORD), lax.rem(number, _BYTES_PER_WORD)
     # A row's few words of scales are loaded whole, and chosen by column: a gather would ask per
     # code.
     words = jnp.zeros(shape, jnp.uint32)
-    for n in range(pl.cdiv(num_groups, _CODES_PER_WORD)):
+    for n in range(pl.cdiv(pl.cdiv(dim, group), _BYTES_PER_WORD)):
         word = jnp.broadcast_to(_read_word(sources, "scale", n)[:, None], shape)
         words = jnp.where((word_number == n)[None], word, words)
-    return numbers.decode_ue8m0(_byte(words, number[None]))
+    return _byte(words, number[None])
 
 
 def _read(sources: Sequence[Source], name: str, count: int) -> jax.Array:

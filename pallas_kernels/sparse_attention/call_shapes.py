@@ -21,6 +21,8 @@ from pallas_kernels.gpu import devices, mosaic, mosaic_memory
 TILE, HEADS, GROUP = 64, 64, 64
 """Keys of a tile, heads of a CTA, columns that share a scale and are fetched together."""
 _DECODED = codecs.PlainCodec, codecs.GroupedFP8Codec, codecs.ScaledFP8Codec
+_WHOLE = codecs.WholeFP8Codec, codecs.FP4KeyCodec
+"""DeepSeek-V4.1's window and entry, which the Triton kernels decode."""
 FEW_HEADS = 8
 """Rows of shared memory that a bulk copy brings: fewer than 64 heads are a multiple of them."""
 MAX_DIM = 512
@@ -66,15 +68,28 @@ def equal_cuts(num_tiles: int, most: int) -> list[int]:
     return sorted({pl.cdiv(num_tiles, pl.cdiv(num_tiles, splits)) for splits in range(1, most + 1)})
 
 
-def find_obstacle(queries: jax.Array, ring: LayerPlanes) -> str | None:
-    """Why these kernels can't serve a call, as the rest of a sentence; None where they can."""
+def wants_triton(ring: LayerPlanes, pool: LayerPlanes | None, *, apart: bool) -> bool:
+    """Whether keys lie as the Triton kernels alone read them: in two layers, or in V4.1's form."""
+    return (apart and pool is not None) or isinstance(ring.codec, _WHOLE)
+
+
+def find_obstacle(
+    queries: jax.Array, ring: LayerPlanes, pool: LayerPlanes | None = None
+) -> str | None:
+    """Why no kernel can serve a call, as the rest of a sentence; None where one can."""
     num_heads, dim = queries.shape[1:]
     if queries.dtype != jnp.bfloat16:
         return f"takes bf16 queries, for its products are of bf16, got {queries.dtype}"
     if ring.codec == codecs.PlainCodec("float32"):
         return "would round keys of cache format 'f32' to bf16"
-    if not isinstance(ring.codec, _DECODED):
-        return f"decodes entries of {[each.__name__ for each in _DECODED]}, got {ring.codec}"
+    if not isinstance(ring.codec, (*_DECODED, codecs.WholeFP8Codec)):
+        names = [each.__name__ for each in (*_DECODED, codecs.WholeFP8Codec)]
+        return f"decodes entries of {names}, got {ring.codec}"
+    if pool is not None and pool.codec != ring.codec and not _is_v41(ring, pool):
+        return (
+            "takes entries of the ring's codec, or DeepSeek-V4.1's FP4 ones beside its windows, "
+            f"got {ring.codec} and {pool.codec}"
+        )
     if num_heads % (HEADS if num_heads > HEADS else FEW_HEADS) or dim % (4 * GROUP):
         return (
             f"needs H % {HEADS} == 0, or H % {FEW_HEADS} == 0 below it, and C % {4 * GROUP} == 0, "
@@ -88,13 +103,21 @@ def find_obstacle(queries: jax.Array, ring: LayerPlanes) -> str | None:
     return devices.find_obstacle()
 
 
-def product_dtype(codec: Codec) -> Any:
-    """Dtype of products with keys that a codec stores.
+def _is_v41(ring: LayerPlanes, pool: LayerPlanes) -> bool:
+    """Whether window and entries are stored as DeepSeek-V4.1 has them."""
+    is_window = isinstance(ring.codec, codecs.WholeFP8Codec)
+    return is_window and pool.codec == codecs.FP4KeyCodec(16, power_of_two=False, rotated=False)
+
+
+def product_dtype(*stored: Codec) -> Any:
+    """Dtype of products with keys that codecs store.
 
     f16 holds E4M3 codes times powers of two as bf16 does, from steps of 2^-24 to 65,504, far
-    around what a norm leaves of an entry, and takes one instruction for two in place of six.
+    around what a norm leaves of an entry, and takes one instruction for two in place of six. E2M1
+    codes times E4M3 scales are exact in either.
     """
-    return jnp.float16 if isinstance(codec, codecs.GroupedFP8Codec) else jnp.bfloat16
+    narrow = codecs.GroupedFP8Codec, *_WHOLE
+    return jnp.float16 if all(isinstance(c, narrow) for c in stored) else jnp.bfloat16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ from pallas_kernels.sparse_attention import (
     mosaic_hopper,
     reference,
     triton_few,
+    triton_turns,
 )
 from pallas_kernels.sparse_attention.reference import Arguments
 
@@ -41,10 +42,17 @@ def _run_kernel(arguments: Arguments) -> jax.Array:
     return choose_kernel().sparse_attention(arguments)
 
 
+def _run_triton(arguments: Arguments) -> jax.Array:
+    """That of few tokens for a call of few; and for more, where no other kernel would serve it."""
+    if _wants_triton(arguments) and not _is_few(arguments):
+        return triton_turns.sparse_attention(arguments)
+    return triton_few.sparse_attention(arguments)
+
+
 _IMPLEMENTATIONS = {
     Backend.REFERENCE: reference.sparse_attention,
     Backend.MOSAIC_GPU: _run_kernel,
-    Backend.TRITON_GPU: triton_few.sparse_attention,
+    Backend.TRITON_GPU: _run_triton,
 }
 
 
@@ -95,7 +103,7 @@ def sparse_attention(
       query_eps: floor of an RMS norm of each head, which with RoPE precedes the rest, as
         `encode_tokens` does it; it wants `frequencies`. None is of queries that are ready.
       apart: the pool has a layer number and a codec of its own, as where layers read entries that
-        another one made; static. No kernel takes that.
+        another one made; static.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
@@ -131,14 +139,17 @@ def run[Result](
 ) -> Result:
     """Checks the arguments of an op of that name, picks its implementation and calls it."""
     arguments = _checked(arguments)
-    obstacle = call_shapes.find_obstacle(arguments.queries, arguments.ring)
-    if arguments.apart:
-        obstacle = "takes entries of the ring's layer and codec, got a pool that is apart"
-    query_eps = arguments.query_eps
-    is_triton = isinstance(backend, str) and backend == Backend.TRITON_GPU
+    obstacle = call_shapes.find_obstacle(arguments.queries, arguments.ring, arguments.pool)
+    query_eps, preferred = arguments.query_eps, _choose_backend(arguments)
+    chosen = preferred if backend is None else backend
+    is_triton = isinstance(chosen, str) and chosen == Backend.TRITON_GPU
     if is_triton and query_eps is not None:
         obstacle = f"takes queries that are normed and rotated, got {query_eps=}"
-    preferred = _choose_backend(arguments)
+    if _wants_triton(arguments) and not (is_triton and Backend.TRITON_GPU in implementations):
+        obstacle = (
+            "takes window and entries of one layer and one of V4's codecs, got a pool that is "
+            f"{'apart' if arguments.apart else 'of that layer'} and {arguments.ring.codec}"
+        )
     arrays = {"queries": arguments.queries}
     if arguments.selected is not None:
         arrays["selected"] = arguments.selected
@@ -155,8 +166,16 @@ def run[Result](
 
 def _choose_backend(arguments: Arguments) -> Backend:
     """The faster kernel on the GPU at hand."""
-    is_few = triton_few.is_fastest(arguments, num_sms=current_device().num_sms)
-    return Backend.TRITON_GPU if is_few else Backend.MOSAIC_GPU
+    is_triton = _wants_triton(arguments) or _is_few(arguments)
+    return Backend.TRITON_GPU if is_triton else Backend.MOSAIC_GPU
+
+
+def _is_few(arguments: Arguments) -> bool:
+    return triton_few.is_fastest(arguments, num_sms=current_device().num_sms)
+
+
+def _wants_triton(arguments: Arguments) -> bool:
+    return call_shapes.wants_triton(arguments.ring, arguments.pool, apart=arguments.apart)
 
 
 def _checked(arguments: Arguments) -> Arguments:

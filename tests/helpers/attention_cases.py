@@ -137,15 +137,28 @@ class Case:
 @functools.cache
 def _program(*_exchanged):
     """One for all calls, and another for whoever exchanges what the op finds while it is traced."""
-    static = "scale", "query_eps", "backend"
+    static = "scale", "query_eps", "apart", "backend"
     return jax.jit(functools.partial(sparse_attention), static_argnames=static)
 
 
-def draw_case(sizes, codec, lengths, counts, *, entries_per_block=2, packing=0, magnitude=1.0):
+def draw_case(
+    sizes,
+    codec,
+    lengths,
+    counts,
+    *,
+    entry_codec=None,
+    entry_layer=LAYER,
+    entries_per_block=2,
+    packing=0,
+    magnitude=1.0,
+):
     """Requests that add counts to lengths; `packing` changes places, never contents.
 
-    Keys are normal, times `magnitude`.
+    Keys are normal, times `magnitude`. Entries are stored as the window is, in its layer, unless
+    told otherwise.
     """
+    entry_codec = entry_codec or codec
     dim, rope_dim, compression_ratio, top_k = (
         sizes.dim,
         sizes.rope_dim,
@@ -155,12 +168,12 @@ def draw_case(sizes, codec, lengths, counts, *, entries_per_block=2, packing=0, 
     rng, places = np.random.default_rng(0), np.random.default_rng(packing)
     totals = [n + c for n, c in zip(lengths, counts, strict=True)]
 
-    def draw_keys(counts):
+    def draw_keys(counts, codec):
         keys = [magnitude * rng.normal(size=(n, dim)) for n in counts]
         return inputs.encode(codec, keys, rope_dim)
 
-    encoded, window = draw_keys(totals)
-    rows, entries = draw_keys([n // compression_ratio for n in totals])
+    encoded, window = draw_keys(totals, codec)
+    rows, entries = draw_keys([n // compression_ratio for n in totals], entry_codec)
     all_queries = [rng.normal(size=(n, sizes.num_heads, dim)).astype(np.float32) for n in totals]
     selected = [
         [
@@ -176,7 +189,7 @@ def draw_case(sizes, codec, lengths, counts, *, entries_per_block=2, packing=0, 
     )
     ring = poison(codec.plane_shapes(dim, rope_dim), NUM_LAYERS, NUM_SLOTS, sizes.window)
     pool = poison(
-        codec.plane_shapes(dim, rope_dim), NUM_LAYERS, sum(num_blocks) + 3, entries_per_block
+        entry_codec.plane_shapes(dim, rope_dim), NUM_LAYERS, sum(num_blocks) + 3, entries_per_block
     )
     for r, n in enumerate(lengths):
         stored = {name: plane[:n] for name, plane in encoded[r].items()}
@@ -185,7 +198,7 @@ def draw_case(sizes, codec, lengths, counts, *, entries_per_block=2, packing=0, 
         )
         count = len(entries[r])
         pool = token_oracle.flush_write(
-            pool, rows[r], table, np.full(count, r), np.arange(count), layer=LAYER
+            pool, rows[r], table, np.full(count, r), np.arange(count), layer=entry_layer
         )
     call = pack_call(places, SLOTS, lengths, counts, num_tokens=sizes.num_tokens)
     index = np.full((sizes.num_tokens, top_k), -1, np.int32)
@@ -197,7 +210,7 @@ def draw_case(sizes, codec, lengths, counts, *, entries_per_block=2, packing=0, 
         "queries": call.rows(all_queries).astype(sizes.dtype),
         "ring": LayerPlanes(ring, CASE_LAYER, codec),
         "rows": call.rows(encoded),
-        "pool": LayerPlanes(pool, CASE_LAYER, codec),
+        "pool": LayerPlanes(pool, jnp.int32(entry_layer), entry_codec),
         "selected": index,
         "call": call.indices(
             table, np.where(call.request_ids >= 0, (call.positions + 1) // compression_ratio, 0)
@@ -208,9 +221,9 @@ def draw_case(sizes, codec, lengths, counts, *, entries_per_block=2, packing=0, 
 
 def flash_specs(num_tokens, num_heads, top_k, name):
     """Specs of a call at Flash's sizes, 64 slots and 4,096 blocks of 32 entries."""
-    codec = get_cache_format(name).entry
+    fmt = get_cache_format(name)
 
-    def planes(*lead):
+    def planes(codec, *lead):
         shapes = codec.plane_shapes(512, 64)
         return {n: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype) for n, s in shapes.items()}
 
@@ -218,9 +231,9 @@ def flash_specs(num_tokens, num_heads, top_k, name):
     return {
         "queries": jax.ShapeDtypeStruct((num_tokens, num_heads, 512), jnp.bfloat16),
         "sink": jax.ShapeDtypeStruct((num_heads,), jnp.float32),
-        "ring": LayerPlanes(planes(2, 64, 128), layer, codec),
-        "rows": planes(num_tokens),
-        "pool": LayerPlanes(planes(2, 4096, 32), layer, codec),
+        "ring": LayerPlanes(planes(fmt.ring, 2, 64, 128), layer, fmt.ring),
+        "rows": planes(fmt.ring, num_tokens),
+        "pool": LayerPlanes(planes(fmt.entry, 2, 4096, 32), layer, fmt.entry),
         "selected": jax.ShapeDtypeStruct((num_tokens, top_k), jnp.int32),
         "call": call_specs(num_tokens, 512),
         "frequencies": jax.ShapeDtypeStruct((32,), jnp.float32),
