@@ -35,15 +35,18 @@ from pallas_kernels.product import (
     find_obstacle,
     multiply_rows,
     swiglu_rows,
+    triton_blocks,
 )
 
 _LINEAR: dict[Backend, Any] = {
     Backend.REFERENCE: reference.block_linears,
     Backend.MOSAIC_GPU: multiply_rows,
+    Backend.TRITON_GPU: triton_blocks.multiply_rows,
 }
 _SWIGLU: dict[Backend, Any] = {
     Backend.REFERENCE: reference.swiglu_linear,
     Backend.MOSAIC_GPU: swiglu_rows,
+    Backend.TRITON_GPU: triton_blocks.swiglu_rows,
 }
 
 
@@ -227,8 +230,8 @@ def swiglu_linear(
         "swiglu_linear",
         backend,
         _SWIGLU,
-        preferred=Backend.MOSAIC_GPU if is_quantized(gate) else Backend.REFERENCE,
-        obstacle=find_obstacle(x, gate, up),
+        preferred=_preferred([gate, up]),
+        obstacle=_find_obstacle(x, [gate, up], backend),
         arguments={"x": x},
     )
     return implementation(*jax_arrays(x, gate, up), limit=limit)
@@ -240,10 +243,26 @@ def _choose(x: jax.Array | Pending, weights: Sequence[Weight], backend: Backend 
         "block_linear",
         backend,
         _LINEAR,
-        preferred=Backend.MOSAIC_GPU if any(map(is_quantized, weights)) else Backend.REFERENCE,
-        obstacle=find_obstacle(x, *weights),
+        preferred=_preferred(weights),
+        obstacle=_find_obstacle(x, weights, backend),
         arguments={"x": _array_of(x)},
     )
+
+
+def _preferred(weights: Sequence[Weight]) -> Backend:
+    """The faster implementation on a GPU: XLA's own for dense weights."""
+    if triton_blocks.serves(weights):
+        return Backend.TRITON_GPU
+    return Backend.MOSAIC_GPU if any(map(is_quantized, weights)) else Backend.REFERENCE
+
+
+def _find_obstacle(
+    x: jax.Array | Pending, weights: Sequence[Weight], backend: Backend | None
+) -> str | None:
+    """Why the backend's kernel, or the preferred one, can't serve the call; None where it can."""
+    chosen = _preferred(weights) if backend is None else backend
+    is_triton = isinstance(chosen, str) and chosen == Backend.TRITON_GPU
+    return (triton_blocks.find_obstacle if is_triton else find_obstacle)(x, *weights)
 
 
 def _array_of(x: jax.Array | Pending) -> jax.Array:

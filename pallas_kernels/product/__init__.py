@@ -4,6 +4,7 @@
 alone.
 """
 
+from pallas_kernels.product import triton_blocks
 from pallas_kernels.product.call_shapes import Shapes, can_join, find_obstacle, shapes_of
 from pallas_kernels.product.choose_tiling import plan
 from pallas_kernels.product.decoded import MANY_ROWS
@@ -20,6 +21,7 @@ from pallas_kernels.product.tiling import (
     choose_core,
     scale_rows,
 )
+from pallas_kernels.product.triton_groups import round_groups
 from pallas_kernels.product.triton_rows import Rows, make_rows, padded, pick_rows
 from pallas_kernels.product.work_list import EvenItems, Items, PairItems, PickedItems
 
@@ -49,7 +51,9 @@ __all__ = [
     "padded",
     "pick_rows",
     "plan",
+    "round_groups",
     "scale_rows",
     "shapes_of",
     "swiglu_rows",
+    "triton_blocks",
 ]

@@ -17,7 +17,6 @@ from pallas_kernels.common.weights import (
     ROWS,
     BlockFP8,
     Weight,
-    takes_rounded_rows,
 )
 from pallas_kernels.gpu import devices
 from pallas_kernels.product.tiling import (
@@ -138,18 +137,17 @@ def can_join(weights: Sequence[Weight]) -> bool:
 
 
 def find_obstacle(x: jax.Array | Pending, *weights: Weight) -> str | None:
-    """Why the kernels can't serve a call, as the rest of a sentence; None where they can."""
+    """Why the kernels can't serve a call, as the rest of a sentence; None where they can.
+
+    Rows are rounded under a scale for 128 inputs for MXFP4 that rounds them by fewer, too: scales
+    are powers of two, and E4M3 keeps as many bits under each. Under the larger one a value that is
+    less than 2^-13 of the largest among 128 has fewer: it is off by at most 2^-16 of that largest.
+    """
     if len({_kind_of(weight) for weight in weights}) > 1:
         return "takes weights of one format and one form of activations, got several"
     for weight in weights:
         if isinstance(weight, BlockFP8) and weight.block != FP8_BLOCK:
             return f"takes FP8 scales of {FP8_BLOCK} x {FP8_BLOCK}, got blocks of {weight.block}"
-        if (
-            isinstance(weight, MXFP4)
-            and weight.row_group != FP8_BLOCK
-            and takes_rounded_rows(weight)
-        ):
-            return f"rounds rows by {FP8_BLOCK} inputs, got groups of {weight.row_group}"
         # Whole groups of inputs and whole tiles of a consumer; a scale belongs to 128 x 128 codes.
         if isinstance(weight, BlockFP8) and (weight.shape[-1] % INPUTS or weight.shape[-2] % ROWS):
             return f"takes FP8 weights of multiples of {ROWS} x {INPUTS}, got {weight.shape=}"
@@ -166,6 +164,8 @@ def find_obstacle(x: jax.Array | Pending, *weights: Weight) -> str | None:
     return devices.find_obstacle()
 
 
-def _kind_of(weight: Weight) -> tuple[type, str] | None:
+def _kind_of(weight: Weight) -> tuple[type, str, int] | None:
     """What weights of one launch have in common; None of a dense one."""
-    return (type(weight), weight.activations) if isinstance(weight, BlockFP8 | MXFP4) else None
+    if not isinstance(weight, BlockFP8 | MXFP4):
+        return None
+    return type(weight), weight.activations, weight.row_group

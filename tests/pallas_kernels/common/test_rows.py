@@ -33,6 +33,21 @@ def test_values_are_those_of_the_rule(size, dtype):
     np.testing.assert_array_equal(np.asarray(round_rows(x), np.float64), expected(x))
 
 
+def test_a_scale_for_128_inputs_rounds_as_one_for_32_does():
+    """But for values that are less than 2^-13 of the largest, which then differ by 2^-16 of it."""
+    rng = np.random.default_rng(3)
+    sizes = np.exp2(rng.uniform(-24, 0, (5000, 4, 1)))
+    x = jnp.asarray((rng.normal(size=(5000, 4, 32)) * sizes).reshape(5000, 128), jnp.bfloat16)
+    by_32 = np.asarray(jax.jit(rows.round_rows, static_argnums=1)(x, 32), np.float64)
+    by_128, exact = np.asarray(round_rows(x), np.float64), np.abs(np.asarray(x, np.float64))
+    largest = np.maximum(exact.max(axis=1, keepdims=True), 1e-4)
+    is_small = exact < 2.0**-13 * largest
+    np.testing.assert_array_equal(by_32[~is_small], by_128[~is_small])
+    off = np.abs(by_32 - by_128) / largest
+    assert off.max() <= 2.0**-16
+    assert off.max() > 2.0**-20
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rows_that_are_rounded_again_are_the_same(dtype):
     """So they can be sent in E4M3 to experts that round what they get."""

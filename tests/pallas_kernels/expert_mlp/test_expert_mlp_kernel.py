@@ -95,6 +95,25 @@ def test_few_tokens_that_picked_the_same_experts(lane, num_tokens, dim):
         close(lane, mine, wanted)
 
 
+@pytest.mark.parametrize("num_tokens", slow.all_but([5], [1, 5, 40]))
+def test_experts_that_round_rows_by_32_inputs(lane, num_tokens):
+    """V4.1's, beside a shared expert whose scales are of 32 x 32; its launches are its own.
+
+    Rows whose groups of 32 differ in size by up to 2^12, which a scale for 128 holds as well.
+    """
+    stacks = [dataclasses.replace(weight, row_group=32) for weight in make(width=128)]
+    shared = tuple(
+        weights.quantize_block_fp8(jnp.float32(w.decode()), dtype="bfloat16", block=32)
+        for w in shared_expert()
+    )
+    x = rows(num_tokens) * jnp.bfloat16(2.0 ** (3 * (np.arange(D) // 32 % 4 + 1) - 12))[None]
+    given = (x, *routing("random", num_tokens), *stacks, shared)
+    expected = jit_mixture(*given, limit=LIMIT, backend="reference")
+    found = jit_mixture(*given, limit=LIMIT, backend="mosaic_gpu")
+    for mine, wanted in zip(found, expected, strict=True):
+        close(lane, mine, wanted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ids", slow.all_but([[2, -1]], [[2, -1], [0, 3], [E, E]]))
 def test_one_token_s_experts_are_items_and_may_stay_in_parts(lane, ids):

@@ -1,0 +1,223 @@
+"""Products with FP8 scales of 32 x 32: kernel against reference, and what rung 3 compiles."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers import slow
+from pallas_kernels import Backend, block_linear, swiglu_linear
+from pallas_kernels.block_linear import block_linear_by_token, block_linears, reference
+from pallas_kernels.common.backend import interpreting
+from pallas_kernels.common.norm_rope import rms_norm
+from pallas_kernels.common.pending import SplitSums, Unnormed, finish
+from pallas_kernels.common.rows import round_rows
+from pallas_kernels.common.weights import FP8_BLOCK, BlockFP8, quantize_block_fp8
+from pallas_kernels.product import can_join, round_groups, triton_blocks
+
+pytestmark = pytest.mark.unoptimised
+
+TOLERANCE, CARD_TOLERANCE = 3e-6, 1e-4
+"""Relative to the largest result: exact products, added in another order; tensor cores cut off what
+a sum has no bits for."""
+BLOCK = triton_blocks.BLOCK
+
+
+def make(shape, activations="fp8", block=BLOCK, seed=0):
+    """A weight whose blocks have scales that differ by up to 2^9, in either direction."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=shape) * shape[-1] ** -0.5
+    *_, out, into = shape
+    rows, columns = np.arange(out) // 32 % 4, np.arange(into) // 32 % 7
+    values = values * 2.0 ** (rows[:, None] + columns)
+    return quantize(values.astype(np.float32), activations=activations, block=block)
+
+
+quantize = jax.jit(
+    functools.partial(quantize_block_fp8, dtype="bfloat16"),
+    static_argnames=("activations", "block"),
+)
+
+
+def normal(*shape, seed=1):
+    """Rows whose groups of 32 have sizes that differ by up to 2^6."""
+    size = 2.0 ** (np.arange(shape[-1]) // 32 % 7)
+    return (np.random.default_rng(seed).normal(size=shape) * size).astype(jnp.bfloat16)
+
+
+def close(found, expected):
+    expected = np.asarray(expected, np.float64)
+    tolerance = TOLERANCE if interpreting() else CARD_TOLERANCE
+    bound = tolerance * np.abs(expected).max()
+    assert np.abs(np.asarray(found, np.float64) - expected).max() < bound
+
+
+multiply = jax.jit(block_linear, static_argnames=("dtype", "backend"))
+
+
+@pytest.mark.parametrize("activations", ["fp8", "bfloat16"])
+@pytest.mark.parametrize("num_rows", slow.all_but([1], [1, 5, 16, 17, 64, 70]))
+def test_products_are_the_reference_s(lane, num_rows, activations):
+    """Rows that each program rounds and rows rounded before; two tiles of rows."""
+    weight, x = make((192, 384), activations), normal(num_rows, 384)
+    found = multiply(x, weight, dtype=jnp.float32, backend="triton_gpu")
+    close(found, multiply(x, weight, dtype=jnp.float32, backend="reference"))
+    wrong = dataclasses.replace(weight, scale=jnp.roll(weight.scale, 1, axis=-1))
+    with pytest.raises(AssertionError):
+        close(found, multiply(x, wrong, dtype=jnp.float32, backend="reference"))
+
+
+@pytest.mark.parametrize("splits", slow.all_but([3], [1, 2, 3, 5]))
+def test_splits_are_added_up(lane, monkeypatch, splits):
+    """Five runs of inputs: of three splits the last one has a run only."""
+    monkeypatch.setattr(triton_blocks, "choose_splits", lambda *_, **__: splits)
+    weight, x = make((64, 640)), normal(3, 640)
+    product = jax.jit(functools.partial(block_linear, dtype=jnp.float32, backend="triton_gpu"))
+    expected = multiply(x, weight, dtype=jnp.float32, backend="reference")
+    close(product(x, weight), expected)
+    [parts] = jax.jit(
+        functools.partial(
+            block_linears, dtype=jnp.float32, backend="triton_gpu", may_stay_in_parts=True
+        )
+    )(x, [weight])
+    assert isinstance(parts, SplitSums) == (splits > 1)
+    close(finish(parts), expected)
+
+
+@pytest.mark.slow
+def test_several_weights_and_norms_are_one_launch(lane):
+    weights, x = [make((128, 256)), make((64, 256), seed=3)], normal(4, 256)
+    norms = [jnp.float32(np.linspace(0.5, 2, 128)), None]
+    run = jax.jit(
+        lambda x, backend: block_linears(x, weights, norms=norms, eps=1e-20, backend=backend),
+        static_argnames="backend",
+    )
+    found, expected = run(x, "triton_gpu"), run(x, "reference")
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(
+            np.float32(one), np.float32(other), rtol=2**-7, atol=2**-8 * np.abs(other).max()
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [3, 20])
+def test_groups_whose_rows_lie_token_by_token(lane, num_rows):
+    weight, x = make((2, 128, 256), "bfloat16"), normal(num_rows, 2, 256)
+    run = jax.jit(block_linear_by_token, static_argnames=("dtype", "backend"))
+    found = finish(run(x, weight, dtype=jnp.float32, backend="triton_gpu"))
+    close(found, finish(run(x, weight, dtype=jnp.float32, backend="reference")))
+
+
+@pytest.mark.slow
+def test_rows_before_their_norm(lane):
+    weight, rows = make((64, 256)), normal(2, 256)
+    norm = jnp.bfloat16(np.linspace(0.5, 2, 256))
+    found = multiply(Unnormed(rows, norm, 1e-6), weight, dtype=jnp.float32, backend="triton_gpu")
+    normed = rms_norm(rows, norm, eps=1e-6)
+    close(found, multiply(normed, weight, dtype=jnp.float32, backend="reference"))
+
+
+@pytest.mark.slow
+def test_many_rows_are_multiplied_by_xla(lane):
+    weight, x = make((64, 256)), normal(triton_blocks._DECODED_ROWS, 256)
+    product = functools.partial(block_linear, dtype=jnp.float32, backend="triton_gpu")
+    assert "dot_general" in jax.jit(product).lower(x, weight).as_text()
+    close(jax.jit(product)(x, weight), reference.block_linear(x[None], _stack(weight))[0])
+
+
+def _stack(weight):
+    return jax.tree.map(lambda leaf: leaf[None], weight)
+
+
+@pytest.mark.slow
+def test_gate_and_up(lane):
+    gate, up, x = make((64, 256)), make((64, 256), seed=5), normal(2, 256)
+    run = jax.jit(functools.partial(swiglu_linear, limit=1.5), static_argnames="backend")
+    found, expected = run(x, gate, up, backend="triton_gpu"), run(x, gate, up, backend="reference")
+    np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("group", [32])
+def test_rows_are_rounded_as_the_definition_has_it(lane, group):
+    """Zeros, values that saturate, ties, infinities and NaN among them."""
+    x = np.array(normal(3, 1184))
+    x[0, :64] = 0
+    x[1, 5], x[1, 40], x[2, 70] = np.inf, -np.inf, np.nan
+    x[2, 32:64] = np.linspace(1, 2, 32)
+    found = jax.jit(functools.partial(round_groups, group=group))(x)
+    expected = jax.jit(functools.partial(round_rows, group=group))(x)
+    np.testing.assert_array_equal(np.float32(found), np.float32(expected))
+    assert np.any(np.float32(found) != np.float32(round_rows(x, FP8_BLOCK)))
+
+
+def test_what_the_kernel_cannot_serve_is_refused_by_name():
+    x = normal(2, 256)
+
+    def refused(weight, x=x, backend="triton_gpu"):
+        with pytest.raises(NotImplementedError) as raised:
+            block_linear(x, weight, backend=backend)
+        return str(raised.value)
+
+    weight = make((64, 256))
+    of_any_scale = dataclasses.replace(weight, scale=np.ones(weight.scale.shape, np.float32))
+    assert "scales that are powers of two" in refused(of_any_scale)
+    assert "multiples of 64 x 128" in refused(make((96, 256)))
+    assert "rows in bfloat16" in refused(weight, x.astype(jnp.float32))
+    assert "scales of 32 x 32 alone" in refused(make((128, 256), block=FP8_BLOCK))
+    assert "scales of 128 x 128" in refused(weight, backend="mosaic_gpu")
+    assert not can_join([weight, make((128, 256), block=FP8_BLOCK)])
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_this_kernel_by_itself():
+    weight, x = make((192, 384)), normal(5, 384)
+    found = multiply(x, weight, dtype=jnp.float32)
+    np.testing.assert_array_equal(
+        found, multiply(x, weight, dtype=jnp.float32, backend="triton_gpu")
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "widths", "into", "splits"),
+    [(1, (1280, 512), 5120, 14), (64, (1280, 512), 5120, 5), (1, (32768,), 1280, 1)],
+)
+def test_inputs_are_split_to_keep_the_card_busy(num_rows, widths, into, splits):
+    weights = [_specs((1, width, into)) for width in widths]
+    assert triton_blocks.choose_splits(weights, num_rows, num_sms=132) == splits
+
+
+def _specs(shape, activations="fp8"):
+    *lead, out, into = shape
+    return BlockFP8(
+        codes=jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn),
+        scale=jax.ShapeDtypeStruct((*lead, out // BLOCK, into // BLOCK), jnp.uint8),
+        dtype="bfloat16",
+        activations=activations,
+        block=BLOCK,
+    )
+
+
+def _product(x, weights):
+    return block_linears(x, weights, backend=Backend.TRITON_GPU)
+
+
+AOT_CASES = [
+    (
+        f"{name} {rows} rows",
+        _product,
+        [
+            jax.ShapeDtypeStruct((rows, shapes[0][-1]), jnp.bfloat16),
+            [_specs(shape) for shape in shapes],
+        ],
+    )
+    for name, shapes in (
+        ("latent and window", [(1280, 5120), (512, 5120)]),
+        ("queries", [(32768, 1280)]),
+        ("output", [(5120, 8192)]),
+        ("gate and up", [(2304, 5120), (2304, 5120)]),
+    )
+    for rows in (1, 64)
+]
