@@ -27,6 +27,9 @@ from dsv4_jax.regular_files import show_path
 SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
 """A small trained model that comes with the package: bytes as tokens, every type of layer."""
 
+SHIPPED = "shipped"
+"""Its name, unless a directory has it."""
+
 _MODEL = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(_MODEL)
 _ADDRESS = re.compile(rf"(?:https?://[^/]+/|hf://)?({_MODEL})(?:(?:@|/tree/)([^@]+?))?/?")
@@ -55,7 +58,8 @@ def find_checkpoint(
 
     Args:
       name: a directory, or a model's name on the hub, `owner/model`; None is
-        `SHIPPED_CHECKPOINT`. A `pathlib.Path` is a directory always.
+        `SHIPPED_CHECKPOINT`, and so is "shipped" where no directory has that name. A
+        `pathlib.Path` is a directory always.
       revision: branch, tag or commit on the hub; None is the main branch.
       progress: shows a bar on stderr, or where that is no terminal a line now and then.
       needs_tokenizer: refuses a model on the hub that has no `tokenizer.json`.
@@ -76,6 +80,8 @@ def find_checkpoint(
     path = SHIPPED_CHECKPOINT if name is None else pathlib.Path(name)
     try:
         is_there = path.exists()
+        if name == SHIPPED and not is_there:
+            path, is_there = SHIPPED_CHECKPOINT, True
     except OSError as error:
         told = f"got {show_path(path)} ({error.strerror})"
         raise ValueError(f"checkpoint must be a directory that can be found, {told}") from None
@@ -91,6 +97,16 @@ def find_checkpoint(
     wanted = None if revision is None else checks.text("revision", revision)
     asks = functools.partial(check_before_weights, needs_tokenizer=needs_tokenizer, drafts=drafts)
     return _download(name, wanted, progress, asks)
+
+
+def may_be_checkpoint(text: str) -> bool:
+    """Whether a text names a checkpoint: one that is there, a path, or a name as on the hub."""
+    if text == SHIPPED or _ADDRESS.fullmatch(text) or text.startswith(("/", "./", "../", "~/")):
+        return True
+    try:
+        return pathlib.Path(text).is_dir()
+    except OSError:  # too long for a path
+        return False
 
 
 def _refuse_address(name: str) -> None:

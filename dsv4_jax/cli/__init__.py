@@ -14,6 +14,7 @@ from dsv4_jax.cli import batch, bench, convert, evaluate, generate, plan, serve,
 from dsv4_jax.cli.arguments import Parser
 from dsv4_jax.cli.ending import run_to_status
 from dsv4_jax.cli.environment import prepare_jax
+from dsv4_jax.cli.old_names import settle_first
 from dsv4_jax.runtime import use_compilation_cache
 from dsv4_jax.standard_streams import takes_answers
 
@@ -54,20 +55,24 @@ def make_parser() -> Parser:
         version=f"dsv4-jax {dsv4_jax.__version__} ({versions})",
         help="show the versions of this program, of jax and of Python",
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     for name, (module, summary) in _COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=summary, description=summary))
     return parser
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.command is None or (args.command == "bench" and args.what is None):
+        parser.parse_args([*filter(None, [args.command]), "--help"])
     warnings.formatwarning = _format_warning
     with contextlib.suppress(ValueError):  # there is no home for it
         use_compilation_cache()
     command, _ = _COMMANDS[args.command]
 
     def run() -> int:
+        settle_first(args)
         if args.command not in _ANSWER_ELSEWHERE and not takes_answers():
             raise ValueError(
                 "standard output must be open for writing, since answers go there; add > FILE, or "

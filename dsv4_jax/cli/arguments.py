@@ -12,6 +12,8 @@ import jax
 from jax.sharding import Mesh
 
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
+from dsv4_jax.checkpoint.find import SHIPPED
+from dsv4_jax.cli.old_names import add_old_first, add_old_name
 from dsv4_jax.cli.values import num_bytes, num_bytes_or_auto, real, utf8_text, whole, wholes
 from dsv4_jax.hosts import DEFAULT_TIMEOUT_S, join_hosts
 from dsv4_jax.mesh import make_mesh
@@ -38,17 +40,29 @@ class Parser(argparse.ArgumentParser):
         """As `argparse.ArgumentParser`."""
         options = {"allow_abbrev": False, "formatter_class": _ShowingDefaults} | options
         super().__init__(*args, **options)
+        self._mixes = False
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None
     ) -> Any:
-        """As `argparse.ArgumentParser`; `--name=--` is refused, of which Python 3.12 makes a []."""
+        """As `argparse.ArgumentParser`, but that arguments without a dash may stand anywhere.
+
+        `--name=--` is refused, of which Python 3.12 makes a [].
+        """
         words = list(sys.argv[1:] if args is None else args)
         for word in itertools.takewhile(lambda word: word != "--", words):
             name, _, value = word.partition("=")
             if name.startswith("--") and value == "--":
                 self.error(f"argument {name}: must be a value, got '--', which ends options")
-        return super().parse_known_args(words, namespace)
+        # Python's own takes options first and the rest after them, by two calls of this method. It
+        # loses a leading "--", after which nothing is an option anyway.
+        if self._mixes or self._subparsers is not None or "--" in words:
+            return super().parse_known_args(words, namespace)
+        self._mixes = True
+        try:
+            return self.parse_known_intermixed_args(words, namespace)
+        finally:
+            self._mixes = False
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Ends after a help or a version, of which `argparse` forgets whether it was written."""
@@ -176,18 +190,18 @@ def add_seconds(
 
 
 def add_mesh(parser: argparse.ArgumentParser, *, split_cache: bool = False) -> None:
-    """Adds the sizes of a mesh, and with `split_cache` whether blocks are dealt over `--model`.
+    """Adds a mesh's sizes, and with `split_cache` whether blocks are dealt over its axis "model".
 
     Both sizes are None if neither is given.
     """
-    parser.add_argument(
-        "--data", type=whole(1, MAX_DEVICES), help="data shards of the mesh; if not given, 1"
-    )
-    parser.add_argument(
-        "--model",
-        type=whole(1, MAX_DEVICES),
-        help="devices of a data shard of the mesh; if not given, 1",
-    )
+    sizes = {
+        "data": "groups of GPUs, each with a part of the requests; if not given, 1",
+        "model": "GPUs of a group, each with a part of heads and experts; if not given, 1",
+    }
+    for axis, text in sizes.items():
+        name = f"--{axis}-shards"
+        parser.add_argument(name, type=whole(1, MAX_DEVICES), dest=axis, help=text)
+        add_old_name(parser, f"--{axis}", name, type=whole(1, MAX_DEVICES), dest=axis)
     if split_cache:
         add_fields(parser, EngineOptions, ["split_cache"])
 
@@ -222,6 +236,11 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def mesh_options(data: int, model: int) -> str:
+    """The options that ask for such a mesh, for messages."""
+    return f"--data-shards {data} --model-shards {model}"
+
+
 def join_mesh(args: argparse.Namespace) -> tuple[Mesh | None, bool]:
     """Joins the processes of `add_hosts`, if any.
 
@@ -235,7 +254,7 @@ def join_mesh(args: argparse.Namespace) -> tuple[Mesh | None, bool]:
     if not args.hosts and all(one is None for one in given):
         return chosen_mesh(args), False
     if args.data is None and args.model is None:
-        raise ValueError("several processes share a mesh; add --data and --model")
+        raise ValueError("several processes share a mesh; add --data-shards and --model-shards")
     hosts = join_hosts(*given, timeout_s=args.host_timeout_s)
     return chosen_mesh(args), hosts.number > 0
 
@@ -251,22 +270,31 @@ def chosen_mesh(args: argparse.Namespace) -> Mesh | None:
         return None
     if len(jax.devices()) < data * model:
         raise ValueError(
-            f"--data {data} --model {model} is a mesh of {data * model} devices, and JAX has "
+            f"{mesh_options(data, model)} is a mesh of {data * model} devices, and JAX has "
             f"{len(jax.devices())}; on CPUs, XLA_FLAGS=--xla_force_host_platform_device_count="
             f"{data * model} makes as many"
         )
     return make_mesh(data, model)
 
 
-def add_checkpoint(parser: argparse.ArgumentParser, name: str = "--checkpoint") -> None:
-    """Adds which checkpoint, an option or an argument, to be found by `find_checkpoint`."""
-    options: dict[str, Any] = {} if name.startswith("-") else {"nargs": "?"}
+def add_checkpoint(parser: argparse.ArgumentParser, *, words_after: str | None = None) -> None:
+    """Adds the checkpoint, the first argument, to be found by `find_checkpoint`.
+
+    Args:
+      parser: what is added to, before any other argument without a dash.
+      words_after: the field of a list of arguments that comes next, of which the first may be taken
+        for the checkpoint where this was left out.
+    """
     parser.add_argument(
-        name,
-        **options,
-        help="a directory, or a model on the Hugging Face hub (owner/model); if not given, the "
-        "small model that comes with the package",
+        "checkpoint",
+        nargs="?",
+        metavar="CHECKPOINT",
+        help=f"a directory, a model on the Hugging Face hub (owner/model), or {SHIPPED}, the small "
+        "model that comes with the package; if not given, that one",
     )
+    add_old_first(parser, "checkpoint")
+    if words_after is not None:
+        parser.set_defaults(words_after=words_after)
     parser.add_argument(
         "--revision",
         help="branch, tag or commit of a model on the hub; if not given, its main branch",

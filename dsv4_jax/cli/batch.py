@@ -15,6 +15,7 @@ from dsv4_jax.serving.options import NO_STEP_BOUND_MS
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
+    add_checkpoint(parser)
     parser.add_argument(
         "requests",
         type=pathlib.Path,
@@ -33,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "beside a request and however often this was interrupted: steps of one shape, answers in "
         "the order of requests, seeds and ids by custom_id, and times of 0",
     )
-    add_checkpoint(parser)
     add_answers(parser)
     add_request_limits(parser)
     add_engine(parser)

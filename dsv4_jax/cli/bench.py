@@ -47,7 +47,7 @@ from dsv4_jax.runtime import claim_memory
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    what = parser.add_subparsers(dest="what", required=True)
+    what = parser.add_subparsers(dest="what")
     steps = what.add_parser("decode", help="decode steps, whole and in parts")
     bench_decode.add_arguments(steps)
     ops = what.add_parser("kernels", help="single ops of one layer each")

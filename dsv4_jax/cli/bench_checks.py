@@ -16,7 +16,7 @@ from dsv4_jax.cli.memory import check_memory, weight_share
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import param_shapes
 
-_WAY_OUT = "--config tiny, fewer --layers or --experts, --weights stored, or a larger device"
+_WAY_OUT = "config tiny, fewer --layers or --experts, --weights stored, or a larger device"
 
 
 def check_mesh(args: argparse.Namespace) -> None:
@@ -26,11 +26,13 @@ def check_mesh(args: argparse.Namespace) -> None:
       ValueError: there is more than one device, and the command or an option takes one.
     """
     if args.what == "decode" and _splits(args) and (args.model or 1) == 1:
-        raise ValueError("a split cache is dealt over --model; add --model 2 or more")
+        raise ValueError("a split cache is dealt over --model-shards; add --model-shards 2 or more")
     if chosen_mesh(args) is None:
         return
     if args.what == "kernels":
-        raise ValueError("bench kernels times ops of one device; leave --data and --model out")
+        raise ValueError(
+            "bench kernels times ops of one device; leave --data-shards and --model-shards out"
+        )
     if args.what == "decode":
         parts = ("step",) if args.quick else args.parts
         if not set(parts) <= {"step", "loop"}:
@@ -39,7 +41,7 @@ def check_mesh(args: argparse.Namespace) -> None:
             )
         for batch in args.batch:
             if batch % (args.data or 1):
-                raise ValueError(f"--batch must divide over --data {args.data}, got {batch}")
+                raise ValueError(f"--batch must divide over --data-shards {args.data}, got {batch}")
 
 
 def _splits(args: argparse.Namespace) -> bool:

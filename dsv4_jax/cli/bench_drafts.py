@@ -172,7 +172,9 @@ def _check(args: argparse.Namespace, config: DSV4Config) -> None:
             f"{min(args.contexts)}"
         )
     if chosen_mesh(args) is not None:
-        raise ValueError("bench decode --drafts runs on one device; leave --data and --model out")
+        raise ValueError(
+            "bench decode --drafts runs on one device; leave --data-shards and --model-shards out"
+        )
     given = {
         "--points": args.points,
         "--parts": args.parts != DECODE_PARTS,

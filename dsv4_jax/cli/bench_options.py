@@ -15,6 +15,7 @@ from dsv4_jax.cli.arguments import (
     add_mesh,
     add_weights,
 )
+from dsv4_jax.cli.old_names import add_old_first
 from dsv4_jax.cli.output_files import output_file
 from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.cli.values import real, whole, wholes
@@ -31,10 +32,13 @@ OP_BATCHES, PROMPTS = ("1,64", "1"), ("8192,32768", "256")
 def add_common(parser: argparse.ArgumentParser, *, hosts: bool = False) -> None:
     """Adds the model, the mesh, the cache and where figures go; `hosts` adds several processes."""
     parser.add_argument(
-        "--config",
+        "config",
+        nargs="?",
+        metavar="CONFIG",
         help=f"{', '.join(PRESETS)} or a folder; if not given, flash_slim on a GPU and tiny "
         "without one",
     )
+    add_old_first(parser, "config")
     parser.add_argument(
         "--layers", type=whole(), help="first layers of the model to use; if not given, all"
     )

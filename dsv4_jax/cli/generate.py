@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
+from dsv4_jax.checkpoint.find import SHIPPED, may_be_checkpoint
 from dsv4_jax.cli.arguments import (
     add_checkpoint,
     add_fields,
@@ -20,6 +21,7 @@ from dsv4_jax.cli.arguments import (
     join_mesh,
 )
 from dsv4_jax.cli.engine_options import add_engine_options, build_engine, find_model
+from dsv4_jax.cli.old_names import is_first_word
 from dsv4_jax.cli.values import utf8_text, whole
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.lines import split_lines, without_line_end, without_mark
@@ -42,9 +44,11 @@ _MAX_BYTES = 2**28
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
+    add_checkpoint(parser, words_after="prompt")
     parser.add_argument(
         "prompt",
         nargs="*",
+        metavar="PROMPT",
         type=utf8_text,
         help="text to complete; several run in one batch; none at all reads standard input",
     )
@@ -58,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lines", action="store_true", help="take every line of the files for a prompt of its own"
     )
-    add_checkpoint(parser)
     names = [name for name, ruled in rules_of(SamplingParams).items() if ruled.help]
     add_fields(parser, SamplingParams, names, max_new_tokens=256, temperature=0.6)
     parser.add_argument(
@@ -84,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Streams one prompt's answer; those of several are printed in order, as they are done."""
     started = time.perf_counter()
+    _settle_prompts(args)
     prompts = _read_prompts(args)
     sampling = SamplingParams(**chosen_fields(args, SamplingParams), stop_texts=args.stop)
     mesh, follows = join_mesh(args)
@@ -117,6 +121,24 @@ def run(args: argparse.Namespace) -> int:
         _note(f"{1 + kept:.1f} tokens a round: of each round's drafts {kept:.1f} were kept")
     engine.close()
     return failed
+
+
+def _settle_prompts(args: argparse.Namespace) -> None:
+    """Takes a first argument that can be no checkpoint for a prompt, as it was without `--`.
+
+    Raises:
+      ValueError: an argument is no UTF-8.
+    """
+    if is_first_word(args) and not may_be_checkpoint(args.checkpoint):
+        _note(
+            f"{SHIPPED} completes that: the checkpoint is the first argument, and from the next "
+            f"release on it has to be there: dsv4-jax generate {SHIPPED} PROMPT"
+        )
+        try:
+            first = utf8_text(args.checkpoint)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"argument PROMPT: {error}") from None
+        args.prompt, args.checkpoint = [first, *args.prompt], None
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:
@@ -220,9 +242,10 @@ def _find_context(
         if not token_ids:
             raise ValueError(f"prompt {number} must have at least one token, got {prompt!r}")
         if max(token_ids) >= config.vocab_size:
+            name = args.checkpoint or SHIPPED
             raise ValueError(
-                f"the tokenizer.json of {args.checkpoint} gives prompt {number} the token "
-                f"{max(token_ids)}, and config.json has vocab_size={config.vocab_size}"
+                f"the tokenizer.json of {name} gives prompt {number} the token {max(token_ids)}, "
+                f"and config.json has vocab_size={config.vocab_size}"
             )
         length = len(token_ids) + args.max_new_tokens
         if length > limit:

@@ -1,7 +1,8 @@
 """Prints what a cache and the weights take, family by family, and what fits one GPU or several.
 
 The numbers are those of the arrays that `init_cache` and `load_checkpoint` would allocate. With
-`--data` or `--model` they are those of one device of a mesh, and the least time of a step follows.
+`--data-shards` or `--model-shards` they are those of one device of a mesh, and the least time of a
+step follows.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
         _print_files(files)
         return 0
     if args.split_cache:
-        raise ValueError("--split-cache deals a cache over the devices of a mesh; add --model")
+        raise ValueError(
+            "--split-cache deals a cache over the devices of a mesh; add --model-shards"
+        )
     size = {"max_requests": args.requests, "max_context_tokens": args.context}
     cache = cache_shapes(config, cache_format=args.cache_format, **size)
     trunk = cache_shapes(config.without_draft(), cache_format=args.cache_format, **size)

@@ -10,6 +10,7 @@ from dsv4_jax.bench.floor import LINK_BANDWIDTH, StepFloor, step_floor
 from dsv4_jax.bench.placement import STEP_TOKENS, Placement, fitting_meshes, place, placements_on
 from dsv4_jax.bench.roofline import BANDWIDTH
 from dsv4_jax.checkpoint.engram_tables import list_tables
+from dsv4_jax.cli.arguments import mesh_options
 from dsv4_jax.cli.gpus import Gpus
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.weight_sizes import FORMATS
@@ -19,7 +20,7 @@ _MIB, _GIB = 2**20, 2**30
 
 
 def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) -> None:
-    """Prints the plan of `--data` and `--model`, or of several GPUs; arguments as of `plan`.
+    """Prints the plan of a mesh that was asked for, or of several GPUs; arguments as of `plan`.
 
     Without a mesh it is the one of so many GPUs that has room for most requests.
 
@@ -45,7 +46,8 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
     data, model = placed.data, placed.model
     if gpus.count not in (1, data * model):
         raise ValueError(
-            f"--gpu {gpus} must be one GPU, or as many as --data {data} times --model {model}"
+            f"--gpu {gpus} must be one GPU, or as many as --data-shards {data} times "
+            f"--model-shards {model}"
         )
     if placed.missing_bytes:
         raise ValueError(_refusal(args.config, placed, fitting_meshes(place_model)))
@@ -171,9 +173,9 @@ def _roomiest(meshes: list[Placement], gpus: Gpus, context: int) -> Placement:
 
 def _refusal(name: str, placed: Placement, fitting: list[Placement]) -> str:
     """Why a model does not fit a mesh."""
-    found = ", ".join(f"--data {other.data} --model {other.model}" for other in fitting)
+    found = ", ".join(mesh_options(other.data, other.model) for other in fitting)
     return (
-        f"{name} does not fit --data {placed.data} --model {placed.model}: each GPU would hold "
+        f"{name} does not fit {mesh_options(placed.data, placed.model)}: each GPU would hold "
         f"{placed.weight_bytes / 1e9:,.1f} GB of weights and a step takes "
         f"{placed.workspace_bytes / 1e9:,.1f} GB, {placed.missing_bytes / 1e9:,.1f} GB more than "
         f"its {placed.gpu_bytes / 1e9:,.1f} GB; "

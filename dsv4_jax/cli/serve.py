@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from dsv4_jax.checkpoint.find import SHIPPED
 from dsv4_jax.cli.arguments import add_checkpoint, chosen_fields, chosen_mesh
 from dsv4_jax.cli.engine_options import build_engine, find_model
 from dsv4_jax.cli.serve_options import API_KEY, add_engine, add_limits, add_protocol
@@ -26,7 +27,7 @@ from dsv4_jax.standard_streams import say
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    add_checkpoint(parser, "checkpoint")
+    add_checkpoint(parser)
     add_protocol(parser)
     add_limits(parser)
     add_engine(parser)
@@ -107,7 +108,7 @@ def answer_settings(args: argparse.Namespace) -> ServeSettings:
 
 def _name_of(checkpoint: str | None) -> str:
     """What a checkpoint's model is called if nobody says otherwise."""
-    return "shipped" if checkpoint is None else pathlib.Path(checkpoint).resolve().name
+    return SHIPPED if checkpoint is None else pathlib.Path(checkpoint).resolve().name
 
 
 def build(args: argparse.Namespace, *, one_shape: bool = False) -> Engine:

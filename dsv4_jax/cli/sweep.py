@@ -15,6 +15,7 @@ from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.cli.arguments import add_checkpoint, add_follow_links, find_named
 from dsv4_jax.cli.memory import check_weights_memory
+from dsv4_jax.cli.old_names import is_first_word
 from dsv4_jax.cli.output_files import output_file
 from dsv4_jax.cli.values import whole, wholes
 from dsv4_jax.config import DSV4Config
@@ -24,14 +25,15 @@ from dsv4_jax.research.named import find_idea
 from dsv4_jax.research.sweep import SweepFile, SweepPlan, measure_cell
 from dsv4_jax.research.users_code import telling_users_frames
 from dsv4_jax.training.corpus import held_out_rows, read_held_out
+from pallas_kernels.common.formats import CACHE_FORMATS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    add_checkpoint(parser)
+    add_checkpoint(parser, words_after="ideas")
     parser.add_argument(
         "ideas",
-        nargs="+",
+        nargs="*",
         metavar="IDEA",
         help="none, a cache format, or module:name of an Idea or a selector; differences are from "
         "the first",
@@ -59,8 +61,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_follow_links(parser)
 
 
+def _settle_ideas(args: argparse.Namespace) -> None:
+    """Takes a first argument that is an idea's name for one: the checkpoint was left out.
+
+    Raises:
+      ValueError: there is no idea.
+    """
+    first = args.checkpoint
+    if is_first_word(args) and (first in ("none", *CACHE_FORMATS) or ":" in first):
+        args.ideas, args.checkpoint = [first, *args.ideas], None
+    if not args.ideas:
+        raise ValueError("there must be an IDEA: none, a cache format, or module:name; add one")
+
+
 def run(args: argparse.Namespace) -> int:
     """Measures what is missing, and prints the table."""
+    _settle_ideas(args)
     checkpoint = find_checkpoint(args.checkpoint, revision=args.revision, drafts=False)
     config = DSV4Config.from_hf(
         checkpoint, follow_links=args.follow_links, text_only=True, drafts=False

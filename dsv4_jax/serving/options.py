@@ -133,8 +133,8 @@ class EngineOptions:
         bool,
         Ruled(
             Flag(),
-            help="on a mesh, deal the blocks of each request over --model, for few requests of a "
-            "very long context: each device holds and reads its part, for two more collectives a "
+            help="on a mesh, deal the blocks of each request over --model-shards, for few requests "
+            "of a very long context: each device holds and reads its part, for two more collectives a "
             "layer",
         ),
     ] = False

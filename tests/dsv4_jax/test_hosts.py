@@ -289,7 +289,7 @@ def test_a_benchmark_of_two_processes_reports_once(tmp_path, mesh, weights):
     address = f"127.0.0.1:{gpu_processes.free_port()}"
     [(axis, size)] = mesh.items()
     command = [
-        *(sys.executable, "-m", "dsv4_jax", "bench", "decode", "--config", "tiny"),
+        *(sys.executable, "-m", "dsv4_jax", "bench", "decode", "tiny"),
         *(
             "--points",
             "2@256",

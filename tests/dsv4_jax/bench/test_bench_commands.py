@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.early, pytest.mark.unoptimised]
 
 def bench(tmp_path, *arguments, status=0):
     path = tmp_path / "out.json"
-    assert main(["bench", *arguments, "--config", "tiny", "--json", str(path)]) == status
+    assert main(["bench", *arguments, "tiny", "--json", str(path)]) == status
     return json.loads(path.read_text())
 
 
@@ -157,7 +157,7 @@ def test_prefill_is_timed(tmp_path, capsys):
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, arguments, message):
-    assert main(["bench", "decode", "--config", "tiny", *arguments]) == 2
+    assert main(["bench", "decode", "tiny", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line)
 

@@ -43,7 +43,9 @@ def test_the_table_of_layouts(mesh, published):
 
 def test_figures_of_the_page():
     page = pathlib.Path(__file__).parents[3] / "docs" / "design" / "several_gpus.md"
-    rows = re.findall(r"^\| `--data (\d) --model (\d)` \| (.*\(.*) \|$", page.read_text(), re.M)
+    rows = re.findall(
+        r"^\| `--data-shards (\d) --model-shards (\d)` \| (.*\(.*) \|$", page.read_text(), re.M
+    )
     assert len(rows) == 4
     for data, model, cells in rows:
         for batch, cell in zip((1, 32, 256), cells.split(" | "), strict=True):

@@ -179,7 +179,7 @@ def test_a_part_that_fails_leaves_the_others():
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, arguments, message):
-    assert main(["bench", "decode", "--config", "tiny", "--contexts", "64", *arguments]) == 2
+    assert main(["bench", "decode", "tiny", "--contexts", "64", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
 
@@ -187,7 +187,7 @@ def test_bad_input_is_one_line_and_status_2(capsys, arguments, message):
 @pytest.mark.slow
 def test_rounds_are_timed_whole_in_parts_and_as_taught(tmp_path, capsys):
     path = tmp_path / "out.json"
-    sizes = ["--config", "tiny", "--layers", "2", "--contexts", "64", "--batch", "1"]
+    sizes = ["tiny", "--layers", "2", "--contexts", "64", "--batch", "1"]
     few = ["--part-limit-s", "0.2", "--json", str(path)]
     assert main(["bench", "decode", *sizes, "--drafts", "5", *few]) == 0
     (row,) = json.loads(path.read_text())["rows"]
@@ -236,7 +236,7 @@ def test_a_depth_that_fails_is_told():
 def test_depths_are_timed_beside_the_cut(tmp_path, capsys):
     """The device checks as many drafts as the law counts."""
     path = tmp_path / "out.json"
-    sizes = ["--config", "tiny", "--layers", "2", "--contexts", "64", "--batch", "2"]
+    sizes = ["tiny", "--layers", "2", "--contexts", "64", "--batch", "2"]
     few = ["--part-limit-s", "0.1", "--json", str(path), "--depths"]
     assert main(["bench", "decode", *sizes, "--drafts", "2", *few]) == 0
     (row,) = json.loads(path.read_text())["rows"]

@@ -318,7 +318,7 @@ def test_a_warning_that_was_made_an_error_ends_a_command_in_one_line(tmp_path, c
 
 def words_of(folder, *words):
     """Options of `generate`, which finds a model and builds its engine as `serve` does."""
-    return make_parser().parse_args(["generate", "a", "--checkpoint", str(folder), *words])
+    return make_parser().parse_args(["generate", str(folder), "a", *words])
 
 
 @pytest.mark.parametrize("words", [(), ("--drafts", "off")])

@@ -38,7 +38,7 @@ from helpers import bad_files
 SAVED = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny"
 SHIPPED = pathlib.Path(ds.SHIPPED_CHECKPOINT)
 COMMANDS = {
-    ("generate", "a prompt"): generate,
+    ("generate", "shipped", "a prompt"): generate,
     ("plan", "tiny"): plan,
     ("verify",): verify,
     ("convert", "a", "b", "--weights", "released"): convert,
@@ -77,7 +77,7 @@ def nothing_loads(monkeypatch):
 @pytest.mark.parametrize("arguments", [("plan", "tiny", "--cont", "4"), ("verify", "--req", "1")])
 def test_options_are_not_abbreviated(capsys, arguments):
     line = message_of(capsys, *arguments)
-    assert line == f"dsv4-jax: unrecognized arguments: {arguments[-2]} {arguments[-1]}"
+    assert line.startswith(f"dsv4-jax: unrecognized arguments: {arguments[-2]}")
 
 
 NOT_FITTING = {
@@ -129,7 +129,7 @@ def test_a_load_of_more_tokens_than_a_machine_holds_is_refused(capsys):
 
 @pytest.mark.parametrize("what", ["decode", "kernels", "prefill"])
 def test_a_file_for_figures_needs_its_folder_before_work(capsys, tmp_path, nothing_loads, what):
-    small = ("bench", what, "--config", "tiny")
+    small = ("bench", what, "tiny")
     target = tmp_path / "nope" / "x.json"
     line = message_of(capsys, *small, "--json", target)
     assert (
@@ -147,33 +147,36 @@ def test_a_file_for_figures_needs_its_folder_before_work(capsys, tmp_path, nothi
         (("kernels", "--contexts", 2**30), "contexts must be in 1..1048576, got 1073741824"),
         (("prefill", "--tokens", 2**30), "tokens must be in 1..1048576, got 1073741824"),
         (("prefill", "--tokens", "100", "--chunk", "7"), "chunk must divide tokens, got 7 and 100"),
-        (("decode", "--config", "{folder}/no"), "config must be one of"),
     ],
 )
 def test_bench_refuses_before_work(capsys, tmp_path, nothing_loads, arguments, message):
     arguments = [str(argument).format(folder=tmp_path) for argument in arguments]
-    assert message in message_of(
-        capsys, "bench", *arguments[:1], "--config", "tiny", *arguments[1:]
-    )
+    assert message in message_of(capsys, "bench", *arguments[:1], "tiny", *arguments[1:])
+
+
+def test_a_benchmark_of_no_model_is_refused(capsys, tmp_path, nothing_loads):
+    assert "config must be one of" in message_of(capsys, "bench", "decode", tmp_path / "no")
 
 
 def test_a_plot_without_matplotlib_is_refused_before_work(
     capsys, tmp_path, nothing_loads, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    small = ("bench", "decode", "--config", "tiny", "--plot", tmp_path / "x.svg")
+    small = ("bench", "decode", "tiny", "--plot", tmp_path / "x.svg")
     assert "a plot needs matplotlib" in message_of(capsys, *small)
 
 
 @pytest.mark.parametrize(
-    "command", [("generate", "a"), ("verify",), ("bench", "decode", "--config", "tiny")]
+    "command", [("generate", "shipped", "a"), ("verify",), ("bench", "decode", "tiny")]
 )
 def test_a_mesh_of_more_devices_than_there_are_is_refused_before_work(
     capsys, nothing_loads, command
 ):
-    message = "--data 2 --model 4 is a mesh of 8 devices, and JAX has 1; on CPUs, XLA_FLAGS="
-    assert message in message_of(capsys, *command, "--data", 2, "--model", 4)
-    assert "argument --model: must be a whole" in message_of(capsys, *command, "--model", 0)
+    mesh = ("--data-shards", 2, "--model-shards", 4)
+    message = "--data-shards 2 --model-shards 4 is a mesh of 8 devices, and JAX has 1; on CPUs, "
+    assert message + "XLA_FLAGS=" in message_of(capsys, *command, *mesh)
+    message = "argument --model-shards: must be a whole"
+    assert message in message_of(capsys, *command, "--model-shards", 0)
 
 
 # Prompts.
@@ -181,8 +184,8 @@ def test_a_mesh_of_more_devices_than_there_are_is_refused_before_work(
 
 def test_a_prompt_that_is_no_utf8_is_refused(capsys):
     prompt = os.fsdecode(b"caf\xe9")
-    line = message_of(capsys, "generate", "good", prompt)
-    assert line == r"dsv4-jax generate: argument prompt: must be UTF-8, got b'caf\xe9'"
+    line = message_of(capsys, "generate", "shipped", "good", prompt)
+    assert line == r"dsv4-jax generate: argument PROMPT: must be UTF-8, got b'caf\xe9'"
 
 
 @pytest.mark.parametrize(
@@ -195,21 +198,21 @@ def test_a_prompt_that_is_no_utf8_is_refused(capsys):
     ],
 )
 def test_prompts_are_checked_before_weights_are_read(capsys, nothing_loads, arguments, message):
-    assert message in message_of(capsys, "generate", *arguments)
+    assert message in message_of(capsys, "generate", "shipped", *arguments)
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_weights(capsys, tmp_path, nothing_loads):
     fields = json.loads((SHIPPED / "config.json").read_text()) | {"vocab_size": 50}
     (tmp_path / "config.json").write_text(json.dumps(fields | {"bos_token_id": 0}))
     shutil.copy(SHIPPED / "tokenizer.json", tmp_path)
-    folder = ("--checkpoint", tmp_path)
-    assert "eos_token_id must be at most 49" in message_of(capsys, "generate", "x", *folder)
+    folder = tmp_path
+    assert "eos_token_id must be at most 49" in message_of(capsys, "generate", folder, "x")
     (tmp_path / "config.json").write_text(
         json.dumps(fields | {"bos_token_id": 0, "eos_token_id": 1})
     )
-    assert "gives prompt 1 the token 256" in message_of(capsys, "generate", "x", *folder)
+    assert "gives prompt 1 the token 256" in message_of(capsys, "generate", folder, "x")
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert "tokenizer.json is no tokenizer" in message_of(capsys, "generate", "x", *folder)
+    assert "tokenizer.json is no tokenizer" in message_of(capsys, "generate", folder, "x")
 
 
 def test_weights_are_checked_and_links_followed_as_told(capsys, monkeypatch):
@@ -222,9 +225,9 @@ def test_weights_are_checked_and_links_followed_as_told(capsys, monkeypatch):
     for module in (engine, verify):
         monkeypatch.setattr(module, "load_checkpoint", load)
     for words in (
-        ("generate", "x"),
-        ("generate", "x", "--check-weights"),
-        ("generate", "x", "--no-check-weights", "--follow-links"),
+        ("generate", "shipped", "x"),
+        ("generate", "shipped", "x", "--check-weights"),
+        ("generate", "shipped", "x", "--no-check-weights", "--follow-links"),
         ("verify", "--follow-links"),
     ):
         assert main(list(words)) == 2
@@ -294,7 +297,7 @@ def test_a_closed_output_is_refused_before_work(capsys, monkeypatch, nothing_loa
     """But for commands that write nothing there."""
     with open(os.devnull) as stream:  # for reading, as a closed one is kept
         monkeypatch.setattr(sys, "stdout", stream)
-        assert main(["generate", "x"]) == 2
+        assert main(["generate", "shipped", "x"]) == 2
         monkeypatch.setattr(sys, "stdout", None)
         assert main(["verify"]) == 2
         assert main(["batch", str(tmp_path / "no"), str(tmp_path / "answers")]) == 2
@@ -352,7 +355,9 @@ def start(*arguments, **options):
 @pytest.mark.parametrize("delay_s", [4.0, 6.0, 9.0])
 def test_ctrl_c_ends_a_process_with_one_line(delay_s):
     """While it imports, loads, compiles or draws; in the first second Python itself may end."""
-    with start("generate", "The", "--max-new-tokens", "3000", stdout=subprocess.DEVNULL) as process:
+    with start(
+        "generate", "shipped", "The", "--max-new-tokens", "3000", stdout=subprocess.DEVNULL
+    ) as process:
         time.sleep(delay_s)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
@@ -364,7 +369,7 @@ def test_ctrl_c_ends_a_process_with_one_line(delay_s):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "statuses"),
-    [(["plan", "flash"], {141}), (["generate", "The", "--max-new-tokens", "40"], {141})],
+    [(["plan", "flash"], {141}), (["generate", "shipped", "The", "--max-new-tokens", "40"], {141})],
 )
 def test_a_closed_pipe_ends_a_process_quietly(arguments, statuses):
     with start(*arguments, stdout=subprocess.PIPE) as process:
@@ -377,7 +382,7 @@ def test_a_closed_pipe_ends_a_process_quietly(arguments, statuses):
 
 @pytest.mark.slow
 def test_bytes_that_are_no_utf8_on_the_command_line_of_a_process():
-    with start("generate", b"caf\xe9", stdout=subprocess.PIPE) as process:
+    with start("generate", "shipped", b"caf\xe9", stdout=subprocess.PIPE) as process:
         out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (2, b"")
     assert b"must be UTF-8, got b'caf\\xe9'" in err
@@ -465,16 +470,21 @@ def bytes_of(text):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["generate", "a prompt", "--file=--"], "argument --file: must be a value, got '--'"),
+        (
+            ["generate", "shipped", "a prompt", "--file=--"],
+            "argument --file: must be a value, got '--'",
+        ),
         (["bench", "decode", "--points=1@2,1"], "one or more, got '1@2,1'"),
         (["bench", "decode", "--points=1@2,x@2"], "got 'x', in '1@2,x@2'"),
     ],
 )
 def test_values_that_are_refused_whole(words, said):
     """`--` ends the options elsewhere: what follows it is a prompt, whatever it looks like."""
-    parser = parser_of(("generate", "a prompt") if words[0] == "generate" else ("bench", "decode"))
+    generating = ("generate", "shipped", "a prompt")
+    parser = parser_of(generating if words[0] == "generate" else ("bench", "decode"))
     assert said in (attempt(parser, words)[1] or "")
-    found, message = attempt(parser_of(("generate", "a prompt")), ["generate", "--", "--file=--"])
+    words = ["generate", "shipped", "--", "--file=--"]
+    found, message = attempt(parser_of(generating), words)
     assert message is None
     assert found.prompt == ["--file=--"]
 

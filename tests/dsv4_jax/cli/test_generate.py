@@ -26,7 +26,7 @@ def run(*arguments, timeout=120):
 
 @pytest.mark.slow
 def test_one_prompt_is_continued_in_english_from_the_shipped_checkpoint():
-    result = run("The import statement", "--max-new-tokens", "250")
+    result = run("shipped", "The import statement", "--max-new-tokens", "250")
     assert result.returncode == 0, result.stderr
     new = result.stdout
     common = {"the", "is", "a", "of", "to", "and", "in", "for", "import", "module", "statement"}
@@ -51,10 +51,10 @@ def checkpoint(tmp_path_factory):
 def generate(checkpoint, capsys):
     """Runs the command, always on the same two programs; its answers and what it says besides."""
     settings = ["--max-new-tokens", "16", "--temperature", "0.7", "--seed", "3"]
-    settings += ["--checkpoint", str(checkpoint), "--cache-format", "bf16", "--max-requests", "2"]
+    settings += ["--cache-format", "bf16", "--max-requests", "2"]
 
     def run(*arguments):
-        assert main(["generate", *arguments, *settings]) == 0
+        assert main(["generate", str(checkpoint), *arguments, *settings]) == 0
         return capsys.readouterr()
 
     return run
@@ -104,7 +104,7 @@ def test_prompts_come_from_files_and_standard_input(generate, tmp_path, monkeypa
 
 def test_drafts_without_a_draft_block_are_refused_before_loading(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr("dsv4_jax.serving.engine.load_checkpoint", None)
-    arguments = ["x", "--draft-tokens", "1", "--checkpoint", str(checkpoint)]
+    arguments = [str(checkpoint), "x", "--draft-tokens", "1"]
     assert main(["generate", *arguments]) == 2
     assert "--draft-tokens 1 needs a draft, and" in capsys.readouterr().err
 
@@ -131,14 +131,14 @@ def test_a_prompt_that_the_tokenizer_gives_up_on_is_named(checkpoint, tmp_path, 
     rules = [hard, tokenizer["pre_tokenizer"]]
     tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": rules}
     file.write_text(json.dumps(tokenizer))
-    assert main(["generate", "hi", "a" * 40 + "b", "--checkpoint", str(tmp_path)]) == 2
+    assert main(["generate", str(tmp_path), "hi", "a" * 40 + "b"]) == 2
     assert "prompt 2 must be another text: the tokenizer cannot" in capsys.readouterr().err
 
 
 def test_another_checkpoint_without_a_tokenizer_is_refused(tmp_path, capsys):
     config = ds.DSV4Config.tiny()
     ds.save_checkpoint(config, ds.init_params(config, jax.random.key(0)), tmp_path)
-    assert main(["generate", "text", "--checkpoint", str(tmp_path)]) == 2
+    assert main(["generate", str(tmp_path), "text"]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
 
 
@@ -160,7 +160,7 @@ def test_a_file_without_a_prompt_is_named(tmp_path, capsys):
         (["x", "--steps-per-call", "0"], "--steps-per-call: must be a whole number from 1 to 64"),
         (["--file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
         (["--file", "/dev/null"], "/dev/null must be a regular file, got a device"),
-        (["x", "--checkpoint", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["/nowhere/at/all", "x"], "/nowhere/at/all"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_status_2(arguments, message, capsys):

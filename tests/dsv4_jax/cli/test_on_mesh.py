@@ -10,7 +10,7 @@ import pytest
 from tools.meshes.harness import environment_of
 
 pytestmark = pytest.mark.slow
-MESH = ("--data", "2", "--model", "2")
+MESH = ("--data-shards", "2", "--model-shards", "2")
 
 
 def command(*arguments):
@@ -29,7 +29,7 @@ def command(*arguments):
 def test_generate_gives_the_text_of_one_device(split):
     """Three prompts on two data shards."""
     texts = ("def add(a, b):", "Return a new", "import")
-    asked = ("generate", *texts, "--max-new-tokens", "12", "--temperature", "0")
+    asked = ("generate", "shipped", *texts, "--max-new-tokens", "12", "--temperature", "0")
     exact = ("--weights", "float32", "--cache-format", "f32")
     assert command(*asked, *exact, *MESH, *split) == command(*asked, *exact)
 
@@ -43,7 +43,7 @@ def test_verify_finds_nothing_wrong(split):
 
 def test_bench_times_steps_and_prompts(tmp_path):
     path = tmp_path / "out.json"
-    small = ("--config", "tiny", "--layers", "2", "--json", str(path), *MESH)
+    small = ("tiny", "--layers", "2", "--json", str(path), *MESH)
     lengths = ("--contexts", "200", "--batch", "4")
     text = command("bench", "decode", "--parts", "step", *lengths, *small)
     (row,) = json.loads(path.read_text())["rows"]
@@ -61,7 +61,7 @@ def test_bench_times_steps_and_prompts(tmp_path):
 def test_bench_of_points_some_with_a_split_cache(tmp_path):
     """One process has the weights of all; the split takes half the blocks, in whole ones."""
     path = tmp_path / "out.json"
-    small = ("--config", "tiny", "--layers", "3", "--json", str(path), *MESH)
+    small = ("tiny", "--layers", "3", "--json", str(path), *MESH)
     points = ("--points", "2@500,4@500/split,2@500/split")
     text = command("bench", "decode", "--parts", "step", "--profile", *points, *small)
     rows = json.loads(path.read_text())["rows"]

@@ -175,12 +175,17 @@ def test_several_gpus_of_a_kind_are_a_mesh(plan, capsys):
     """The one of them that holds most requests, unless it is given."""
     _, text = plan("flash", "--gpu", "b200x8", "--context", 8192)
     assert text.startswith("flash, fp8_ue8m0: data=8, model=1, 8 GPU(s) of 167.6 GiB")
-    _, text = plan("flash", "--gpu", "b200x8", "--data", 2, "--model", 4, "--context", 8192)
+    _, text = plan(
+        "flash", "--gpu", "b200x8", "--data-shards", 2, "--model-shards", 4, "--context", 8192
+    )
     assert "data=2, model=4" in text
-    _, text = plan("flash", "--gpu", "h200", "--data", 2, "--context", 8192)
+    _, text = plan("flash", "--gpu", "h200", "--data-shards", 2, "--context", 8192)
     assert "data=2, model=1, 2 GPU(s) of 131.3 GiB" in text
     for arguments, message in (
-        (("--gpu", "b200x8", "--model", "4"), "must be one GPU, or as many as --data 1 times"),
+        (
+            ("--gpu", "b200x8", "--model-shards", "4"),
+            "must be one GPU, or as many as --data-shards 1 times",
+        ),
         (("--gpu", "a100"), "argument --gpu: must be one of h100, h200, b200, b300, or several"),
         (("--gpu", "h200x0"), "argument --gpu: must be one of"),
         (("--gpu", "h200x7"), "no mesh of 7 GPUs divides"),
@@ -300,7 +305,7 @@ def test_weights_are_listed_by_family_and_format(plan):
     ],
 )
 def test_a_mesh_is_planned_device_by_device(plan, config, mesh, weights_gb, left_gb):
-    _, text = plan(config, "--data", mesh[0], "--model", mesh[1], "--context", 8192)
+    _, text = plan(config, "--data-shards", mesh[0], "--model-shards", mesh[1], "--context", 8192)
     (weights,) = re.findall(r"^weights: ([\d.]+) GiB", text, re.M)
     (left,) = re.findall(r"^left for a cache: ([\d.]+) GiB", text, re.M)
     assert float(weights) * 2**30 / 1e9 == pytest.approx(weights_gb, abs=0.06)
@@ -315,22 +320,22 @@ def test_a_mesh_is_planned_device_by_device(plan, config, mesh, weights_gb, left
 
 
 def test_a_split_cache_is_planned(plan):
-    _, text = plan("flash", "--model", 8, "--context", MILLION, "--split-cache")
+    _, text = plan("flash", "--model-shards", 8, "--context", MILLION, "--split-cache")
     assert "data=1, model=8, cache split over model, 8 GPU(s)" in text
     assert "requests that fit: 255, 255 on each of 1 data shard(s)" in text
     assert re.search(r"^41 over model, sums of attention: ", text, re.M)
 
 
 def test_a_mesh_says_what_fits_and_what_a_step_takes_at_least(plan):
-    _, text = plan("flash", "--data", 1, "--model", 8, "--context", MILLION)
+    _, text = plan("flash", "--data-shards", 1, "--model-shards", 8, "--context", MILLION)
     assert "requests that fit: 32, 32 on each of 1 data shard(s)" in text
     rows = {line.split()[0]: line for line in text.partition("\nfloor")[2].splitlines() if line}
     assert [name in rows for name in ("1", "32", "256")] == [True] * 3
     assert "more than fit" in rows["256"]
     assert "more than fit" not in rows["32"]
-    _, slower = plan("flash", "--model", 8, "--context", MILLION, "--collective-us", 16)
+    _, slower = plan("flash", "--model-shards", 8, "--context", MILLION, "--collective-us", 16)
     assert floor_ms(slower) == pytest.approx(floor_ms(text) + 88 * 0.01, abs=0.011)
-    _, small = plan("pro", "--data", 8, "--context", 2 * MILLION)
+    _, small = plan("pro", "--data-shards", 8, "--context", 2 * MILLION)
     assert "requests that fit: 0, 0 on each of 8" in small
     assert "the longest context that fits: 1,048,576 tokens" in small
 
@@ -381,13 +386,16 @@ def test_weights_that_are_not_there_are_said(tmp_path, capsys):
         ),
         (["{empty}"], "config.json"),
         (
-            ["flash", "--data", "1", "--model", "1"],
-            r"each GPU would hold 159\.6 GB .* take --data 1 --model 2, --data 2 --model 1$",
+            ["flash", "--data-shards", "1", "--model-shards", "1"],
+            r"each GPU would hold 159\.6 GB .* take --data-shards 1 --model-shards 2, --data-shards 2 ",
         ),
-        (["pro", "--model", "4"], r"hold 218\.9 GB .* take --data 1 --model 8, --data 2 --model 4"),
-        (["flash", "--data", "3"], "num_routed_experts=256 .* data=3"),
-        (["flash", "--model", "2", "--weights-gib", "3"], "--weights-gib is for one device"),
-        (["flash", "--split-cache"], "--split-cache deals a cache over .* add --model"),
+        (
+            ["pro", "--model-shards", "4"],
+            r"hold 218\.9 GB .* take --data-shards 1 --model-shards 8, --data-shards 2 ",
+        ),
+        (["flash", "--data-shards", "3"], "num_routed_experts=256 .* data=3"),
+        (["flash", "--model-shards", "2", "--weights-gib", "3"], "--weights-gib is for one device"),
+        (["flash", "--split-cache"], "--split-cache deals a cache over .* add --model-shards"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, arguments, message):
@@ -435,7 +443,10 @@ def test_v41_flash_on_four_cards(plan):
 def test_v41_flash_does_not_fit_one_card(capsys):
     assert main(["plan", "v41-flash"]) == 2
     error = capsys.readouterr().err
-    assert "take --data 1 --model 4, --data 2 --model 2, --data 4 --model 1" in error
+    assert (
+        "take --data-shards 1 --model-shards 4, --data-shards 2 --model-shards 2, --data-shards 4 --model-shards 1"
+        in error
+    )
 
 
 def _row(text, name):

@@ -24,7 +24,7 @@ def model():
 
 def arguments_for(tmp_path, config, params):
     ds.save_checkpoint(config, params, tmp_path)
-    small = ["--checkpoint", str(tmp_path), "--cache-format", "fp8_ue8m0", "--requests", "5"]
+    small = [str(tmp_path), "--cache-format", "fp8_ue8m0", "--requests", "5"]
     return ["verify", *small]
 
 

@@ -80,7 +80,7 @@ def checkpoint(folder):
     ds.save_checkpoint(SMALL, ds.init_params(SMALL, jax.random.key(0)), folder / "model")
     text = np.random.default_rng(0).integers(0, 256, 400).astype(np.uint16)
     np.savez(folder / "text.npz", train=text, validation=text, held_out=text)
-    return ["--checkpoint", str(folder / "model"), "--corpus", str(folder / "text.npz")]
+    return [str(folder / "model"), "--corpus", str(folder / "text.npz")]
 
 
 @pytest.mark.slow

@@ -441,7 +441,7 @@ def test_an_engine_that_fails_for_good_leaves_the_rest_for_later(files, engine, 
         (["{folder}/nowhere", "{folder}/out"], "No such file"),
         (["{folder}/in", "/nowhere/out"], "argument answers: must be a file in a folder"),
         (["{folder}/in", "{folder}/in"], "need a file of their own"),
-        (["{folder}/in", "{folder}/out", "--checkpoint", "/nowhere"], "/nowhere"),
+        (["/nowhere", "{folder}/in", "{folder}/out"], "/nowhere"),
     ],
 )
 def test_bad_arguments_are_named(tmp_path, capsys, arguments, told):
