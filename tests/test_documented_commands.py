@@ -1,20 +1,17 @@
 """The README's example runs, and the commands of the documents are ones that the programs take."""
 
 import argparse
-import dataclasses
 import importlib
 import json
 import pathlib
 import re
 import shlex
-import shutil
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import dsv4_jax as ds
 from dsv4_jax import cli
+from helpers.checkpoints import save_first_layer
 
 pytestmark = pytest.mark.unoptimised
 
@@ -54,17 +51,7 @@ def text_of(path):
 def checkpoint(request, tmp_path, monkeypatch):
     """The shipped checkpoint, or random weights of its first layer in its place; says which."""
     if request.param == "one layer":
-        shipped = pathlib.Path(ds.SHIPPED_CHECKPOINT)
-        whole, _ = ds.load_checkpoint(shipped)
-        config = dataclasses.replace(
-            whole,
-            layer_types=whole.layer_types[:1],
-            router_types=whole.router_types[:1],
-            num_mtp_layers=0,
-        )
-        params = ds.init_params(config, jax.random.key(3), dtype=jnp.bfloat16)  # draws no stop
-        ds.save_checkpoint(config, params, tmp_path)
-        shutil.copy(shipped / "tokenizer.json", tmp_path)
+        save_first_layer(tmp_path)
         monkeypatch.setattr(ds, "SHIPPED_CHECKPOINT", tmp_path)
     return request.param
 

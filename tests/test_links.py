@@ -9,7 +9,12 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests/README.md"])
+DOCUMENTS = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(p for f in ("docs", "examples", "tests") for p in ROOT.glob(f"{f}/**/*.md")),
+    ]
+)
 FOLDERS = (
     "dsv4_jax",
     "pallas_kernels",
@@ -17,6 +22,7 @@ FOLDERS = (
     "benchmarks",
     "tools",
     "docs",
+    "examples",
     "notebooks",
     "findings",
 )

@@ -1,7 +1,11 @@
 """Checkpoints written and read byte by byte, and random ones with quantised weights."""
 
+import dataclasses
 import json
+import pathlib
+import shutil
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -112,6 +116,22 @@ def write_released(folder, config, tensors):
     (folder / "config.json").write_text(json.dumps(write_config(config)))
     write_tensors(folder / "model.safetensors", tensors)
     return folder
+
+
+def save_first_layer(folder):
+    """Random weights of the shipped checkpoint's first layer, with its tokenizer."""
+    shipped = pathlib.Path(ds.SHIPPED_CHECKPOINT)
+    whole, _ = ds.load_checkpoint(shipped)
+    config = dataclasses.replace(
+        whole,
+        layer_types=whole.layer_types[:1],
+        router_types=whole.router_types[:1],
+        num_mtp_layers=0,
+        dspark=None,
+    )
+    params = ds.init_params(config, jax.random.key(3), dtype=jnp.bfloat16)  # draws no stop
+    ds.save_checkpoint(config, params, folder)
+    shutil.copy(shipped / "tokenizer.json", folder)
 
 
 def problems_of(folder, **options):

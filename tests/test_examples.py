@@ -1,0 +1,116 @@
+"""The programs of examples/ run, on one layer of random weights and, slow, on what ships."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from starlette.testclient import TestClient
+
+import dsv4_jax as ds
+from helpers.checkpoints import save_first_layer
+from helpers.serve import running, small_engine
+
+pytestmark = pytest.mark.unoptimised
+
+ROOT = pathlib.Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def load(name):
+    """An example as a module, which imports nothing of the repository but the packages."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(
+    scope="module", params=["one layer", pytest.param("shipped", marks=pytest.mark.slow)]
+)
+def checkpoint(request, tmp_path_factory):
+    if request.param == "shipped":
+        return str(ds.SHIPPED_CHECKPOINT)
+    folder = tmp_path_factory.mktemp("one_layer")
+    save_first_layer(folder)
+    return str(folder)
+
+
+def test_there_is_a_test_of_each_and_the_page_lists_them():
+    here = pathlib.Path(__file__).read_text()
+    listed = (ROOT / "examples" / "README.md").read_text()
+    assert len(EXAMPLES) == 5
+    for path in EXAMPLES:
+        assert path.stem in here
+        assert f"[{path.name}]({path.name})" in listed
+
+
+def test_a_decode_loop(checkpoint, capsys):
+    texts = load("decode_loop").main(["--checkpoint", checkpoint, "--tokens", "4"])
+    assert len(texts) == 2
+    assert all(texts)
+    assert capsys.readouterr().out.count(" -> ") == 2
+
+
+@pytest.mark.slow
+def test_the_loop_draws_what_an_engine_draws():
+    """In float32 rounding decides nothing; the example's prompts are of one prefill."""
+    texts = load("decode_loop").main(["--tokens", "12"])
+    engine = ds.Engine.from_checkpoint(ds.SHIPPED_CHECKPOINT, max_requests=2, progress=False)
+    done = engine.generate(load("decode_loop").PROMPTS, max_new_tokens=12)
+    assert [one.text[:4] for one in done] == [text[:4] for text in texts]
+
+
+@pytest.mark.slow
+def test_a_server_in_an_application(checkpoint):
+    app = load("server_in_your_app").build_app(checkpoint, max_requests=2, max_context_tokens=256)
+    with TestClient(app) as client:
+        asked = {"prompt": "A for loop", "max_new_tokens": 8}
+        answer = client.post("/complete", json=asked)
+        assert (answer.status_code, bool(answer.text)) == (200, True)
+        assert client.post("/complete", json=asked).text == answer.text
+        wrong = client.post("/complete", json=asked | {"temperature": -1})
+        assert wrong.status_code == 400
+        assert "temperature" in wrong.json()["error"]
+        assert client.post("/complete", json={}).status_code == 400
+        assert client.get("/state").json()["counters"]["prompt_tokens"] > 0
+
+
+@pytest.mark.slow
+def test_a_file_of_prompts(checkpoint, tmp_path):
+    prompts, answers = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    prompts.write_text("A for loop\n\nThe import statement\nA for loop\n")
+    sizes = ["--checkpoint", checkpoint, "--max-new-tokens", "6", "--max-requests", "2"]
+    assert load("batch").main([str(prompts), str(answers), *sizes]) == 3
+    lines = sorted(map(json.loads, answers.read_text().splitlines()), key=lambda one: one["number"])
+    assert [line["number"] for line in lines] == [0, 1, 2]
+    assert lines[0]["text"] == lines[2]["text"] != lines[1]["text"]
+
+
+def test_a_conversation_with_tools(capsys):
+    """One layer of random weights: what it calls is up to chance, and its form is not."""
+    example = load("chat_with_tools")
+    with running(small_engine()) as server:
+        arguments = ["--base-url", f"{server.url}/v1", "--first-choice", "required"]
+        arguments += ["--max-rounds", "1", "--max-tokens", "400"]
+        messages = example.main(["What is 17 times 23?", *arguments])
+    roles = [message["role"] for message in messages]
+    assert roles[:3] == ["user", "assistant", "tool"]
+    (call, *_) = messages[1]["tool_calls"]
+    name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+    assert messages[2]["content"] == str(example.FUNCTIONS[name](**arguments))
+    assert f"{name}(" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_mesh(tmp_path):
+    """In a process of its own, which has as many devices as it asks for."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    command = [sys.executable, ROOT / "examples" / "on_a_mesh.py", "--data", "2", "--tokens", "6"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 x 1 of cpu\n")
+    assert done.stdout.count(" -> ") == 4
