@@ -1,6 +1,6 @@
 """An engine on several devices.
 
-    python examples/on_a_mesh.py --data 2 --devices-per-request 2    # of 4 devices
+    python examples/on_a_mesh.py --data-shards 2 --model-shards 2    # of 4 devices
 
 A mesh has two axes. Each data shard serves requests of its own; the devices of a shard share its
 weights and the work of each layer. Many requests want `data`, few requests want `model`
@@ -17,12 +17,14 @@ def main(argv: list[str] | None = None) -> list[str | None]:
     """Prints and returns the answers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoint", help="a directory; if not given, the shipped one")
-    parser.add_argument("--data", type=int, default=2, help="shards that serve their own requests")
-    parser.add_argument("--devices-per-request", type=int, default=1, help="size of `model`")
+    parser.add_argument(
+        "--data-shards", type=int, default=2, help="shards that serve their own requests"
+    )
+    parser.add_argument("--model-shards", type=int, default=1, help="size of `model`")
     parser.add_argument("--tokens", type=int, default=40)
     args = parser.parse_args(argv)
     if not os.path.exists("/dev/nvidiactl"):  # before jax is imported
-        count = args.data * args.devices_per_request
+        count = args.data_shards * args.model_shards
         flag = f"--xla_force_host_platform_device_count={count}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
 
@@ -32,12 +34,12 @@ def main(argv: list[str] | None = None) -> list[str | None]:
 
     ds.use_compilation_cache()
     ds.set_xla_flags()
-    mesh = ds.make_mesh(data=args.data, model=args.devices_per_request)
-    print(f"{args.data} x {args.devices_per_request} of {jax.devices()[0].device_kind}")
+    mesh = ds.make_mesh(data=args.data_shards, model=args.model_shards)
+    print(f"{args.data_shards} x {args.model_shards} of {jax.devices()[0].device_kind}")
     engine = ds.Engine.from_checkpoint(
         args.checkpoint or ds.SHIPPED_CHECKPOINT,
         mesh=mesh,
-        max_requests=2 * args.data,  # of all shards together
+        max_requests=2 * args.data_shards,  # of all shards together
         max_context_tokens=512,
         progress=False,
     )

@@ -109,7 +109,14 @@ def test_a_conversation_with_tools(capsys):
 def test_a_mesh(tmp_path):
     """In a process of its own, which has as many devices as it asks for."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    command = [sys.executable, ROOT / "examples" / "on_a_mesh.py", "--data", "2", "--tokens", "6"]
+    command = [
+        sys.executable,
+        ROOT / "examples" / "on_a_mesh.py",
+        "--data-shards",
+        "2",
+        "--tokens",
+        "6",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 x 1 of cpu\n")
