@@ -56,7 +56,8 @@ class Share:
         return checks.share(name, value)
 
 
-_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+"""Of a number of bytes, as a text has them after it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +71,11 @@ class Bytes:
         if isinstance(value, str):
             if self.has_auto and value == "auto":
                 return value
-            found = re.fullmatch(f"([0-9]{{1,15}})({'|'.join(_UNITS)})", value)
+            found = re.fullmatch(f"([0-9]{{1,15}})({'|'.join(UNITS)})", value)
             if found is None:
                 rule = 'a number of bytes, such as 4096, "512MiB" or "64GiB"'
                 checks.refuse(name, rule + ', or "auto"' * self.has_auto, value)
-            value = int(found[1]) * _UNITS[found[2]]
+            value = int(found[1]) * UNITS[found[2]]
         return checks.integer(name, value, 0, 2**62)
 
 

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from dsv4_jax.bench import roofline
-from dsv4_jax.bench.roofline import BF16_FLOPS, FP8_FLOPS, Work
+from dsv4_jax.bench.rates import H200, Rates
+from dsv4_jax.bench.roofline import Work
 from dsv4_jax.bench.routing_laws import expected_experts
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import layer_schedule
@@ -27,7 +28,7 @@ from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.weight_sizes import walk_weights, weight_family, weight_format
 from pallas_kernels.common.weights import is_quantized, weight_bytes
 
-LINK_BANDWIDTH = 450e9
+LINK_BANDWIDTH = H200.link_bandwidth
 """Bytes per second that a GPU sends to its peers over NVLink, in one direction."""
 COLLECTIVE_S = 6e-6
 """Seconds that a collective takes however few its bytes are."""
@@ -53,9 +54,9 @@ class Collective:
     count: int
     sent_bytes: float
 
-    def seconds(self, latency_s: float) -> float:
+    def seconds(self, latency_s: float, link_bandwidth: float = LINK_BANDWIDTH) -> float:
         """Of all of them in a step."""
-        return self.count * (latency_s + self.sent_bytes / LINK_BANDWIDTH)
+        return self.count * (latency_s + self.sent_bytes / link_bandwidth)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,7 @@ class StepFloor:
       num_bytes: bytes that a device reads and writes.
       collectives: the collectives of the step.
       latency_s: seconds that each takes beside its bytes.
+      link_bandwidth: bytes per second that a device sends.
     """
 
     batch: int
@@ -77,6 +79,7 @@ class StepFloor:
     num_bytes: float
     collectives: tuple[Collective, ...]
     latency_s: float
+    link_bandwidth: float = LINK_BANDWIDTH
 
     @property
     def device_s(self) -> float:
@@ -86,7 +89,7 @@ class StepFloor:
     @property
     def collective_s(self) -> float:
         """Seconds of the collectives."""
-        return sum(collective.seconds(self.latency_s) for collective in self.collectives)
+        return sum(each.seconds(self.latency_s, self.link_bandwidth) for each in self.collectives)
 
     @property
     def seconds(self) -> float:
@@ -113,6 +116,7 @@ def step_floor(
     busiest: bool = False,
     split_cache: bool = False,
     exponent: float = 0.0,
+    rates: Rates = H200,
 ) -> StepFloor:
     """The floor of one decode step without drafts.
 
@@ -133,6 +137,7 @@ def step_floor(
       split_cache: blocks are dealt over `model`; else the cache is replicated over it.
       exponent: of the law by which tokens pick experts, of `routing_laws.LAWS`; of `busiest` it is
         0.
+      rates: of a device.
     """
     rows = -(-batch // data)
     if busiest:
@@ -148,7 +153,7 @@ def step_floor(
     ]
     op_s: dict[str, float] = {}
     for count, work in works:
-        op_s[work.name] = op_s.get(work.name, 0.0) + count * work.roofline_s
+        op_s[work.name] = op_s.get(work.name, 0.0) + count * work.seconds(rates)
     return StepFloor(
         batch=batch,
         num_devices=data * model,
@@ -165,6 +170,7 @@ def step_floor(
             *(split_collectives(config, model=model, rows=rows, context=context) * split_cache),
         ),
         latency_s=collective_s,
+        link_bandwidth=rates.link_bandwidth,
     )
 
 
@@ -272,7 +278,7 @@ def _weight_work(
         family, quantised = weight_family(path), weight_format(weight) in ("FP8", "MXFP4")
         stacked = path.startswith("layers.")
         layers, shape = (weight.shape[0], weight.shape[1:]) if stacked else (1, weight.shape)
-        rate = FP8_FLOPS if quantised and activations == "fp8" else BF16_FLOPS
+        in_fp8 = quantised and activations == "fp8"
         num_bytes, tokens = weight_bytes(weight) / layers, float(rows)
         if family == "routed experts":
             num_bytes *= min(experts / shape[0], 1.0)
@@ -283,7 +289,7 @@ def _weight_work(
             tokens = 0.0
         out, into = (1, *shape)[-2:]
         flops, moved = 2.0 * tokens * out * into, tokens * (out + into) * _BF16
-        yield layers, Work(family, num_bytes + moved, flops, rate)
+        yield layers, Work(family, num_bytes + moved, flops, in_fp8)
 
 
 def _stream_work(config: DSV4Config, rows: int) -> Iterator[tuple[int, Work]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from dsv4_jax.bench.rates import H200, Rates
 from dsv4_jax.cache.schema import LayerCacheSchema, build_schema
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import LayerSpec, layer_schedule
@@ -15,11 +16,11 @@ from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.weight_sizes import FORMATS, walk_weights, weight_family, weight_format
 from pallas_kernels.common.weights import weight_bytes
 
-BANDWIDTH = 4.3e12
+BANDWIDTH = H200.bandwidth
 """Bytes per second, read and written together, that a copy reaches on an H200."""
-BF16_FLOPS = 820e12
+BF16_FLOPS = H200.bf16_flops
 """Operations per second that bf16 matrix products reach on an H200."""
-FP8_FLOPS = 1600e12
+FP8_FLOPS = H200.fp8_flops
 """Operations per second that FP8 matrix products reach on an H200."""
 LAUNCH_S = 8e-6
 """Seconds that the target of the cache part allows for each launch of our kernels."""
@@ -36,18 +37,23 @@ class Work:
       name: name of the op.
       num_bytes: bytes read and written.
       flops: operations of its matrix products.
-      rate: operations per second that those can reach.
+      in_fp8: whether those are of FP8; else they are of bf16.
     """
 
     name: str
     num_bytes: float
     flops: float = 0.0
-    rate: float = BF16_FLOPS
+    in_fp8: bool = False
 
     @property
     def roofline_s(self) -> float:
-        """Seconds that the bytes or the products take, whichever is longer."""
-        return max(self.num_bytes / BANDWIDTH, self.flops / self.rate)
+        """Seconds that the bytes or the products take on an H200, whichever is longer."""
+        return self.seconds(H200)
+
+    def seconds(self, rates: Rates) -> float:
+        """The same on a GPU of those rates."""
+        flops = rates.fp8_flops if self.in_fp8 else rates.bf16_flops
+        return max(self.num_bytes / rates.bandwidth, self.flops / flops)
 
 
 def cache_work(
@@ -98,7 +104,7 @@ def cache_work(
                 "index",
                 batch * (entries * key + heads * index_dim + selected * _F32),
                 batch * entries * (2 * heads * index_dim + 3 * heads),
-                FP8_FLOPS,
+                in_fp8=True,
             )
         )
     keys = min(context, schema.swa_window_size) + selected
@@ -121,9 +127,9 @@ def step_cache_work(
         layer = cache_work(config, spec, batch=batch, context=context, cache_format=cache_format)
         for work in layer:
             name = f"{spec.attn} {work.name}"
-            before = total.get(name, Work(name, 0.0, 0.0, work.rate))
+            before = total.get(name, Work(name, 0.0, 0.0, work.in_fp8))
             total[name] = Work(
-                name, before.num_bytes + work.num_bytes, before.flops + work.flops, work.rate
+                name, before.num_bytes + work.num_bytes, before.flops + work.flops, work.in_fp8
             )
     return total
 

@@ -6,6 +6,7 @@ import contextlib
 import platform
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -63,13 +64,13 @@ def make_parser() -> Parser:
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = make_parser()
-    args = parser.parse_args(argv)
+    args: Any = parser.parse_args(argv)
     if args.command is None or (args.command == "bench" and args.what is None):
         parser.parse_args([*filter(None, [args.command]), "--help"])
     warnings.formatwarning = _format_warning
     with contextlib.suppress(ValueError):  # there is no home for it
         use_compilation_cache()
-    command, _ = _COMMANDS[args.command]
+    command, _ = _COMMANDS[str(args.command)]
 
     def run() -> int:
         settle_first(args)

@@ -17,7 +17,7 @@ from dsv4_jax.cli.old_names import add_old_first, add_old_name
 from dsv4_jax.cli.values import num_bytes, num_bytes_or_auto, real, utf8_text, whole, wholes
 from dsv4_jax.hosts import DEFAULT_TIMEOUT_S, join_hosts
 from dsv4_jax.mesh import make_mesh
-from dsv4_jax.rules import Bytes, Flag, Folder, ListOf, Real, Rule, Whole, Word, rules_of
+from dsv4_jax.rules import UNITS, Bytes, Flag, Folder, ListOf, Real, Rule, Whole, Word, rules_of
 from dsv4_jax.serving.options import EngineOptions
 
 MAX_DEVICES = 1024
@@ -119,15 +119,15 @@ def add_fields(
         rule, default = rules[name].flag or rules[name].rule, getattr(kind, name)
         parser.add_argument(
             option_of(name),
-            **_reading(rule, default),
+            **_reading(rule, default, is_bytes=name.endswith("_bytes")),
             dest=name,
             default=defaults.get(name, default),
             help=rules[name].help,
         )
 
 
-def _reading(rule: Rule, default: Any) -> dict[str, Any]:
-    """How `argparse` reads what a rule says."""
+def _reading(rule: Rule, default: Any, *, is_bytes: bool = False) -> dict[str, Any]:
+    """How `argparse` reads what a rule says; `is_bytes` of a whole number takes 64MiB too."""
     match rule:
         case Flag():
             return {"action": argparse.BooleanOptionalAction if default else "store_true"}
@@ -138,6 +138,8 @@ def _reading(rule: Rule, default: Any) -> dict[str, Any]:
             return {"type": read, "metavar": "BYTES"}
         case Folder():
             return {"type": utf8_text, "metavar": "DIR"}
+        case Whole() if is_bytes:
+            return {"type": whole(*_bounds(rule), units=UNITS), "metavar": "BYTES"}
         case Whole():
             return {"type": whole(*_bounds(rule))}
         case ListOf(item=Whole() as item):

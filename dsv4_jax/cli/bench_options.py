@@ -21,7 +21,7 @@ from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.cli.values import real, whole, wholes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.kinds import show
-from dsv4_jax.model.weight_forms import RELEASE_FORMS
+from dsv4_jax.model.weight_forms import WEIGHT_FORMS
 
 MAX_BATCH, MAX_SECONDS = 2**16, 1e9
 STEP_CONTEXTS, OP_CONTEXTS = ("4096,131072,1048576", "256,4096"), ("16384", "256")
@@ -63,9 +63,9 @@ def add_formats(parser: argparse.ArgumentParser) -> None:
     """Adds the formats of weights and activations."""
     add_weights(
         parser,
-        RELEASE_FORMS,
+        WEIGHT_FORMS,
         "bfloat16",
-        "all weights in bfloat16, or FP8 and FP4 where the release has them",
+        "FP8 and FP4 where the release has them, or all decoded",
     )
     add_activations(parser, prefill=False)
 

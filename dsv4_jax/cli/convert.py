@@ -12,7 +12,7 @@ import pathlib
 from dsv4_jax.checkpoint.convert import convert_checkpoint
 from dsv4_jax.cli.arguments import add_drafts, add_loading, add_weights
 from dsv4_jax.cli.memory import check_memory, largest_tensor_bytes
-from dsv4_jax.cli.values import real
+from dsv4_jax.cli.values import gib
 from dsv4_jax.model.weight_forms import RELEASE_FORMS
 
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--shard-gib",
-        type=real(2**-30, 2**20),
+        type=gib(2**-30, 2**20),
         default=5.0,
         help="GiB of tensors that a file holds at most",
     )

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import re
 
+from dsv4_jax.bench.rates import RATES, Rates
 from dsv4_jax.cli.arguments import MAX_DEVICES
 from dsv4_jax.config.kinds import show
 
@@ -31,6 +32,11 @@ class Gpus:
     kind: str | None
     count: int
     memory_bytes: int
+
+    @property
+    def rates(self) -> Rates:
+        """What each reaches; of one whose kind is not known, an H200's."""
+        return RATES[self.kind or "h200"]
 
     def __str__(self) -> str:
         """As `--gpu` takes it, or the memory."""

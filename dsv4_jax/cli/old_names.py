@@ -44,8 +44,8 @@ def settle_first(args: argparse.Namespace) -> None:
         given, first = getattr(args, f"named_{field}", None), getattr(args, field, None)
         if given is None:
             continue
-        words_after = getattr(args, "words_after", None)
-        if first is not None and words_after is None:
+        words_after: str = getattr(args, "words_after", "")
+        if first is not None and not words_after:
             raise ValueError(
                 f"the {field} is given twice, {first!r} and --{field} {given!r}; leave --{field} "
                 "out"

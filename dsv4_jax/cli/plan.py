@@ -15,6 +15,7 @@ from dsv4_jax.bench.placement import STEP_TOKENS, fitting_meshes, place
 from dsv4_jax.cache.empty_cache import cache_shapes
 from dsv4_jax.cache.model_cache import family_bytes, family_kinds, tree_bytes
 from dsv4_jax.cache.schema import FamilyKind, blocks_of, choose_cache_format
+from dsv4_jax.checkpoint.find import SHIPPED
 from dsv4_jax.cli.arguments import (
     add_drafts,
     add_fields,
@@ -27,11 +28,11 @@ from dsv4_jax.cli.plan_files import Files, count_files
 from dsv4_jax.cli.plan_mesh import draft_name, print_mesh_plan, print_weights
 from dsv4_jax.cli.plan_tiers import add_tiers, print_tiers
 from dsv4_jax.cli.presets import PRESETS
-from dsv4_jax.cli.values import real, whole
+from dsv4_jax.cli.values import gib, real, whole
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.kinds import MAX_I32
 from dsv4_jax.model.params import param_shapes
-from dsv4_jax.model.weight_forms import RELEASE_FORMS, STORED
+from dsv4_jax.model.weight_forms import STORED, WEIGHT_FORMS
 from dsv4_jax.model.weight_sizes import bytes_by_family
 from dsv4_jax.serving.options import EngineOptions
 
@@ -40,8 +41,15 @@ _MIB = 2**20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument("config", help=f"{', '.join(PRESETS)}, or a checkpoint directory")
-    parser.add_argument("--context", type=whole(), default=131_072, help="tokens per request")
+    parser.add_argument(
+        "config", metavar="CONFIG", help=f"{', '.join(PRESETS)}, {SHIPPED}, or a directory"
+    )
+    parser.add_argument(
+        "--context",
+        type=whole(),
+        default=131_072,
+        help="tokens per request, also as 128K or 1M",
+    )
     parser.add_argument("--requests", type=whole(1, 2**20), default=1, help="requests at once")
     add_fields(parser, EngineOptions, ["cache_format"])
     memory = parser.add_mutually_exclusive_group()
@@ -53,19 +61,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     memory.add_argument(
         "--gpu-gib",
-        type=real(0, 2**20),
-        help="memory of a GPU in GiB; if not given, that of --gpu",
+        type=gib(0, 2**20),
+        help="memory of a GPU in GiB, also as 80GiB; if not given, that of --gpu",
     )
     add_weights(
         parser,
-        RELEASE_FORMS,
+        WEIGHT_FORMS,
         STORED,
-        "FP8 and FP4 as the release stores them, or all decoded to bfloat16",
+        "FP8 and FP4 as the release stores them, or all decoded",
     )
     parser.add_argument(
         "--weights-gib",
-        type=real(0, 2**20),
-        help="GiB that weights take; if not given, they are counted",
+        type=gib(0, 2**20),
+        help="GiB that weights take, also as 80GiB; if not given, they are counted",
     )
     add_follow_links(parser)
     add_drafts(parser)
@@ -80,10 +88,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan."""
+    """Prints the plan, whether it fits first; status 1 if it does not."""
     config, files = count_files(
         args.config, follow_links=args.follow_links, drafts=args.drafts != "off"
     )
+    if args.context > (longest := config.max_position_embeddings):
+        raise ValueError(
+            f"--context must be at most {longest:,}, the longest that {args.config} is meant for, "
+            f"got {args.context:,}"
+        )
     num_blocks = args.requests * blocks_of(config, args.context)
     if num_blocks > MAX_I32:
         raise ValueError(
@@ -96,10 +109,10 @@ def run(args: argparse.Namespace) -> int:
         gpus = Gpus(None, 1, int(args.gpu_gib * 2**30))
     is_spread = gpus.count > 1 or args.data is not None or args.model is not None
     if is_spread or config.sources is not None:
-        print_mesh_plan(config, args, gpus)
+        fits = print_mesh_plan(config, args, gpus)
         print_tiers(config, args)
         _print_files(files)
-        return 0
+        return int(not fits)
     if args.split_cache:
         raise ValueError(
             "--split-cache deals a cache over the devices of a mesh; add --model-shards"
@@ -107,8 +120,13 @@ def run(args: argparse.Namespace) -> int:
     size = {"max_requests": args.requests, "max_context_tokens": args.context}
     cache = cache_shapes(config, cache_format=args.cache_format, **size)
     trunk = cache_shapes(config.without_draft(), cache_format=args.cache_format, **size)
+    shapes, total = param_shapes(config, weights=args.weights), tree_bytes(cache)
+    families = bytes_by_family(shapes)
+    weights = sum(sum(sizes.values()) for sizes in families.values())
+    taken = weights if args.weights_gib is None else int(args.weights_gib * 2**30)
+    fits, rest = _fit(config, args, gpus, taken, total / args.requests)
     print(
-        f"{args.config}, {args.cache_format}: {args.requests} request(s) of {args.context:,} "
+        f"\n{args.config}, {args.cache_format}: {args.requests} request(s) of {args.context:,} "
         f"tokens, blocks of {cache.block_tokens} tokens"
     )
     per_request = {
@@ -130,18 +148,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name:<28}{count / _MIB:>18,.2f}{count / args.context:>18,.2f}")
     draft = (tree_bytes(cache) - tree_bytes(trunk)) / args.requests
     print(f"{'draft window':<28}{draft / _MIB:>18,.2f}")
-    total = tree_bytes(cache)
     print(f"\ncache: {total / 2**30:,.2f} GiB, tables and lengths included")
-    shapes = param_shapes(config, weights=args.weights)
-    count = print_weights(bytes_by_family(shapes), args.weights)
+    print_weights(families, args.weights)
     draft = f", {draft_name(config)} included" if config.has_draft else ""
-    print(f"\nweights: {count / 2**30:,.2f} GiB, {count:,} bytes{draft}")
-    if args.weights_gib is not None:
-        count = int(args.weights_gib * 2**30)
-    _print_fit(config, args, gpus, count, total / args.requests)
+    print(f"\nweights: {weights / 2**30:,.2f} GiB, {weights:,} bytes{draft}")
+    print("\n".join(rest))
     print_tiers(config, args)
     _print_files(files)
-    return 0
+    return int(not fits)
 
 
 def _print_files(files: Files | None) -> None:
@@ -149,10 +163,14 @@ def _print_files(files: Files | None) -> None:
         print("", *files.lines(), sep="\n")
 
 
-def _print_fit(
+def _fit(
     config: DSV4Config, args: argparse.Namespace, gpus: Gpus, weight_bytes: int, per_request: float
-) -> None:
-    """Prints what is left on one GPU and the requests that fit, or what does not and what would."""
+) -> tuple[bool, list[str]]:
+    """Prints whether it fits one GPU, and if not, what would.
+
+    Returns:
+      Whether it does, and lines about what is left there.
+    """
     place_model = functools.partial(
         place,
         config,
@@ -161,23 +179,30 @@ def _print_fit(
         weights=args.weights,
     )
     placed = place_model(data=1, model=1, gpu_bytes=gpus.memory_bytes)
-    pools = placed.pools
     beside = weight_bytes + placed.workspace_bytes
-    print(f"workspace: {placed.workspace_bytes / 2**30:,.2f} GiB, estimated, {STEP_TOKENS} tokens")
     free = gpus.memory_bytes - beside
     fitting = max(int(free // per_request), 0)
+    lines = [
+        f"workspace: {placed.workspace_bytes / 2**30:,.2f} GiB, estimated, {STEP_TOKENS} tokens"
+    ]
     if fitting:
-        print(f"left for a cache: {free / 2**30:,.2f} GiB of {gpus}")
-        print(f"requests that fit: {fitting:,}")
+        lines.append(f"left for a cache: {free / 2**30:,.2f} GiB of {gpus}")
+        lines.append(f"requests that fit: {fitting:,}")
     needed = beside + args.requests * per_request
+    asked = f"{args.requests:,} request(s) of {args.context:,} tokens"
     if needed <= gpus.memory_bytes:
-        return
+        print(
+            f"fits {gpus}: weights, workspace and {asked} take {needed / 2**30:,.2f} GiB of its "
+            f"{gpus.memory_bytes / 2**30:,.2f} GiB, and {fitting:,} request(s) would fit"
+        )
+        return True, lines
     print(
-        f"does not fit {gpus}: weights, workspace and {args.requests} request(s) take "
+        f"does not fit {gpus}: weights, workspace and {asked} take "
         f"{needed / 2**30:,.2f} GiB, {(needed - gpus.memory_bytes) / 2**30:,.2f} GiB more than "
         f"its {gpus.memory_bytes / 2**30:,.2f} GiB"
     )
     would = [f"--requests {fitting}"] if fitting else []
+    pools = placed.pools
     room = free - pools.bytes_per_slot
     blocks = int(room // pools.bytes_per_block) if pools.bytes_per_block else 0
     if blocks > 0 and not fitting:
@@ -191,3 +216,4 @@ def _print_fit(
         if enough and (count := enough[0].data * enough[0].model) > 1:
             would.append(f"--gpu {kind}x{count}")
     print(f"what would: {', '.join(would) or 'no GPU that plan knows'}")
+    return False, lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
+from dsv4_jax.checkpoint.find import SHIPPED, find_checkpoint
 from dsv4_jax.checkpoint.inventory import (
     V41_IMAGES,
     Inventory,
@@ -65,7 +66,7 @@ def count_files(
       ValueError: there is no such preset or directory, or a file of the directory cannot be read,
         or does not agree with its config.
     """
-    directory = pathlib.Path(name)
+    directory = find_checkpoint(name) if name == SHIPPED else pathlib.Path(name)
     if name in PRESETS or not directory.is_dir():
         config = read_config(name, drafts=drafts, follow_links=follow_links)
         whole = read_config(name, follow_links=follow_links) if name in PRESETS else config

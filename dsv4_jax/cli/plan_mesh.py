@@ -6,9 +6,8 @@ import argparse
 import collections
 import functools
 
-from dsv4_jax.bench.floor import LINK_BANDWIDTH, StepFloor, step_floor
+from dsv4_jax.bench.floor import StepFloor, step_floor
 from dsv4_jax.bench.placement import STEP_TOKENS, Placement, fitting_meshes, place, placements_on
-from dsv4_jax.bench.roofline import BANDWIDTH
 from dsv4_jax.checkpoint.engram_tables import list_tables
 from dsv4_jax.cli.arguments import mesh_options
 from dsv4_jax.cli.gpus import Gpus
@@ -19,14 +18,17 @@ BATCHES = (1, 32, 256)
 _MIB, _GIB = 2**20, 2**30
 
 
-def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) -> None:
+def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) -> bool:
     """Prints the plan of a mesh that was asked for, or of several GPUs; arguments as of `plan`.
 
     Without a mesh it is the one of so many GPUs that has room for most requests.
 
+    Returns:
+      Whether it fits, which is what is printed first. Where weights and a step do not, nothing is
+      printed but that, and meshes that would.
+
     Raises:
-      ValueError: a size does not divide over the mesh, or weights and a step do not fit its
-        devices; the error names meshes that would.
+      ValueError: a size does not divide over the mesh.
     """
     place_model = functools.partial(
         place,
@@ -50,14 +52,16 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
             f"--model-shards {model}"
         )
     if placed.missing_bytes:
-        raise ValueError(_refusal(args.config, placed, fitting_meshes(place_model)))
+        _print_refusal(args.config, placed, fitting_meshes(place_model))
+        return False
+    fitting, request = placed.requests(args.context), placed.request_bytes(args.context)
+    fits = _print_answer(args, placed, gpus)
     split = ", cache split over model" if placed.pools.block_parts > 1 else ""
     print(
-        f"{args.config}, {args.cache_format}: data={data}, model={model}{split}, {data * model} "
+        f"\n{args.config}, {args.cache_format}: data={data}, model={model}{split}, {data * model} "
         f"GPU(s) of {gpus.memory_bytes / _GIB:,.1f} GiB; what follows is of each GPU"
     )
     count = print_weights(placed.families, args.weights)
-    request = placed.request_bytes(args.context)
     draft = f", {draft_name(config)} included" if config.has_draft else ""
     print(f"\nweights: {count / _GIB:,.2f} GiB{draft}")
     print(f"workspace: {placed.workspace_bytes / _GIB:,.2f} GiB, estimated, {STEP_TOKENS} tokens")
@@ -66,14 +70,31 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
     print(
         f"cache of {shard} request(s) of {args.context:,} tokens: {shard * request / _MIB:,.2f} MiB"
     )
-    fitting = placed.requests(args.context)
     print(f"requests that fit: {data * fitting:,}, {fitting:,} on each of {data} data shard(s)")
     if not fitting:
         print(f"the longest context that fits: {placed.longest_context():,} tokens")
     if config.sources is None:
-        _print_floor(config, placed, args)
+        _print_floor(config, placed, args, gpus)
     else:
         _print_shared(config, placed, args)
+    return fits
+
+
+def _print_answer(args: argparse.Namespace, placed: Placement, gpus: Gpus) -> bool:
+    """Prints whether all requests fit, and if not, what would; and says it."""
+    count, most = placed.data * placed.model, placed.data * placed.requests(args.context)
+    where = f"{count} GPU(s) of {placed.gpu_bytes / _GIB:,.1f} GiB" if gpus.kind is None else ""
+    where = where or f"{gpus.kind}x{count}"
+    asked = f"{args.requests:,} request(s) of {args.context:,} tokens"
+    if args.requests <= most:
+        print(f"fits {where}: {asked}, of which {most:,} would fit")
+        return True
+    would = [f"--requests {most}"] if most else []
+    if not most and (longest := placed.longest_context()):
+        would.append(f"--context {longest}")
+    print(f"does not fit {where}: {asked}, of which {most:,} would fit")
+    print(f"what would: {', '.join(would) or 'more GPUs'}")
+    return False
 
 
 def print_weights(families: dict[str, dict[str, int]], title: str) -> int:
@@ -94,7 +115,9 @@ def draft_name(config: DSV4Config) -> str:
     return "draft block" if config.dspark is None else f"{config.dspark.num_stages} draft stages"
 
 
-def _print_floor(config: DSV4Config, placed: Placement, args: argparse.Namespace) -> None:
+def _print_floor(
+    config: DSV4Config, placed: Placement, args: argparse.Namespace, gpus: Gpus
+) -> None:
     """Prints a table of batches, and the collectives of a step."""
 
     def floor(batch: int, *, busiest: bool = False) -> StepFloor:
@@ -109,11 +132,14 @@ def _print_floor(config: DSV4Config, placed: Placement, args: argparse.Namespace
             collective_s=args.collective_us * 1e-6,
             busiest=busiest,
             split_cache=args.split_cache,
+            rates=gpus.rates,
         )
 
     print(
-        f"\nfloor of a decode step at an H200's rates: {BANDWIDTH / 1e12:g} TB/s, "
-        f"{LINK_BANDWIDTH / 1e9:g} GB/s to other GPUs, {args.collective_us:g} us a collective"
+        f"\nfloor of a decode step at the rates of {gpus.kind or 'h200'}: "
+        f"{gpus.rates.bandwidth / 1e12:.2g} TB/s, {gpus.rates.link_bandwidth / 1e9:g} GB/s to "
+        f"other GPUs, {args.collective_us:g} us a collective"
+        + ("" if gpus.kind in (None, "h200") else "; by NVIDIA's figures, not measured")
     )
     titles = ("GPU ms", "collectives ms", "floor ms", "tokens/s", "per GPU", "picks at random ms")
     print(f"{'requests':<10}{''.join(f'{title:>20}' for title in titles)}")
@@ -171,13 +197,13 @@ def _roomiest(meshes: list[Placement], gpus: Gpus, context: int) -> Placement:
     return max(meshes, key=lambda p: (p.data * p.requests(context), -p.missing_bytes))
 
 
-def _refusal(name: str, placed: Placement, fitting: list[Placement]) -> str:
-    """Why a model does not fit a mesh."""
-    found = ", ".join(mesh_options(other.data, other.model) for other in fitting)
-    return (
-        f"{name} does not fit {mesh_options(placed.data, placed.model)}: each GPU would hold "
-        f"{placed.weight_bytes / 1e9:,.1f} GB of weights and a step takes "
+def _print_refusal(name: str, placed: Placement, fitting: list[Placement]) -> None:
+    """Prints why a model does not fit a mesh, and meshes that it does fit."""
+    found = [mesh_options(other.data, other.model) for other in fitting]
+    print(
+        f"does not fit {mesh_options(placed.data, placed.model)}: each GPU would hold "
+        f"{placed.weight_bytes / 1e9:,.1f} GB of the weights of {name} and a step takes "
         f"{placed.workspace_bytes / 1e9:,.1f} GB, {placed.missing_bytes / 1e9:,.1f} GB more than "
-        f"its {placed.gpu_bytes / 1e9:,.1f} GB; "
-        + (f"take {found}" if found else "no mesh of up to 16 GPUs holds it")
+        f"its {placed.gpu_bytes / 1e9:,.1f} GB\n"
+        f"what would: {', '.join(found) or 'no mesh of up to 16 GPUs'}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
+from dsv4_jax.checkpoint.find import SHIPPED, find_checkpoint
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.draft import DSparkConfig
 
@@ -47,7 +48,7 @@ def read_config(name: str, *, drafts: bool = True, follow_links: bool = False) -
     """The preset of that name, or the config of a checkpoint directory.
 
     Args:
-      name: a key of `PRESETS` or a path.
+      name: a key of `PRESETS`, "shipped" or a path.
       drafts: whether the draft is kept; if not, the config may say of it what it likes.
       follow_links: as in `DSV4Config.from_hf`.
 
@@ -56,7 +57,8 @@ def read_config(name: str, *, drafts: bool = True, follow_links: bool = False) -
     """
     if name in PRESETS:
         config = PRESETS[name]()
-    elif pathlib.Path(name).exists():
+    elif name == SHIPPED or pathlib.Path(name).exists():
+        name = str(find_checkpoint(name))
         config = DSV4Config.from_hf(name, follow_links=follow_links, text_only=True, drafts=drafts)
     else:
         raise ValueError(f"config must be one of {list(PRESETS)} or a directory, got {name!r}")

@@ -7,6 +7,7 @@ import argparse
 from dsv4_jax.cli.arguments import add_fields, add_loading, add_mesh, add_seconds
 from dsv4_jax.cli.engine_options import add_engine_options
 from dsv4_jax.cli.values import utf8_text, whole
+from dsv4_jax.rules import UNITS
 from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serving.asynchronous.async_engine import DEFAULT_MAX_WAITING, MAX_COUNT
 from dsv4_jax.serving.requests.grammar_trials import GrammarBounds
@@ -103,13 +104,15 @@ def add_request_limits(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grammar-memory-bytes",
-        type=whole(2**20, 2**40),
+        type=whole(2**20, 2**40, units=UNITS),
+        metavar="BYTES",
         default=bounds.memory_bytes,
         help="most memory for compiling the form of an answer",
     )
     parser.add_argument(
         "--grammars-held-bytes",
-        type=whole(2**20, 2**44),
+        type=whole(2**20, 2**44, units=UNITS),
+        metavar="BYTES",
         default=bounds.held_bytes,
         help="most memory that the compiled forms of the answers of all requests hold together",
     )

@@ -9,27 +9,47 @@ import argparse
 import contextlib
 import math
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 
 from dsv4_jax.config.kinds import MAX_I32, show
-from dsv4_jax.rules import Bytes
+from dsv4_jax.rules import UNITS, Bytes
 
 _MAX_LISTED = 64
+_WITH_UNIT = re.compile(r"([0-9]{1,15})([A-Za-z]{1,3})")
+_THOUSANDS = {"K": 2**10, "M": 2**20}
+"""As lengths of contexts are told: 128K tokens are 131,072."""
 
 
-def whole(least: int = 1, most: int = MAX_I32) -> Callable[[str], int]:
-    """Reads an integer of that range."""
+def whole(
+    least: int = 1, most: int = MAX_I32, *, units: Mapping[str, int] = _THOUSANDS
+) -> Callable[[str], int]:
+    """Reads an integer of that range, also in units: by default 128K is 131072, and 1M 1048576."""
 
     def read(text: str) -> int:
+        found = _WITH_UNIT.fullmatch(text)
         try:
-            number = int(text)
-        except ValueError:
+            number = int(found[1]) * units[found[2]] if found else int(text)
+        except (KeyError, ValueError):
             number = None
         if number is None or not least <= number <= most:
             raise argparse.ArgumentTypeError(
                 f"must be a whole number from {least} to {most}, got {show(text)}"
             )
         return number
+
+    return read
+
+
+def gib(least: float, most: float) -> Callable[[str], float]:
+    """Reads a number of GiB, also as bytes in other units: 80, 80.5, 80GiB or 81920MiB."""
+    read_number = real(least, most)
+
+    def read(text: str) -> float:
+        found = _WITH_UNIT.fullmatch(text)
+        if found is None or found[2] not in UNITS:
+            return read_number(text)
+        return read_number(repr(int(found[1]) * UNITS[found[2]] / 2**30))
 
     return read
 

@@ -22,7 +22,7 @@ _ALSO = (("released", STORED),)
 WEIGHT_FORMS = Word((STORED, "bfloat16", "float32"), also=_ALSO)
 """All of them: what a checkpoint may be loaded as."""
 RELEASE_FORMS = Word((STORED, "bfloat16"), also=_ALSO)
-"""Those that models are released in: what `convert` writes, and `plan` and `bench` know."""
+"""Those that models are released in: what `convert` writes."""
 
 
 def dtype_beside(weights: str, dtype: Any = None) -> np.dtype:

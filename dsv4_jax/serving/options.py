@@ -133,9 +133,9 @@ class EngineOptions:
         bool,
         Ruled(
             Flag(),
-            help="on a mesh, deal the blocks of each request over --model-shards, for few requests "
-            "of a very long context: each device holds and reads its part, for two more collectives a "
-            "layer",
+            help="on a mesh, deal the blocks of each request over --model-shards, for few "
+            "requests of a very long context: each device holds and reads its part, for two more "
+            "collectives a layer",
         ),
     ] = False
     max_requests: Annotated[

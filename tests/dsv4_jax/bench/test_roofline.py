@@ -58,7 +58,7 @@ def test_products_of_index_scores(context, megaflops):
     config = ds.DSV4Config.flash()
     index = works(config, context)["csa index"]
     assert index.flops / 21 / 1e6 == pytest.approx(megaflops, rel=2e-3)
-    assert index.rate == roofline.FP8_FLOPS
+    assert index.in_fp8
 
 
 @pytest.mark.parametrize(("name", "megaflops"), [("flash", 83.9), ("pro", 302.0)])

@@ -24,8 +24,9 @@ def plan(capsys):
     """Runs the command and gives its table, {row: (MiB per request, bytes per token)}, and text."""
 
     def run(*arguments):
-        assert main(["plan", *map(str, arguments)]) == 0
+        status = main(["plan", *map(str, arguments)])
         text = capsys.readouterr().out
+        assert text.startswith(("fits ", "does not fit ")[status])
         lines = [line.rsplit(maxsplit=2) for line in text.splitlines()]
         table = {}
         for name, *numbers in (line for line in lines if len(line) == 3):
@@ -93,7 +94,7 @@ def test_a_request_takes_the_published_bytes(
 @pytest.mark.parametrize("config", slow.all_but(["flash"], ["flash", "pro", "tiny"]))
 def test_every_format_is_planned(plan, config, cache_format):
     _, text = plan(config, "--context", 4096, "--requests", 3, "--cache-format", cache_format)
-    assert text.startswith(f"{config}, {cache_format}: 3 request(s) of 4,096 tokens")
+    assert f"\n\n{config}, {cache_format}: 3 request(s) of 4,096 tokens" in text
     assert "workspace: " in text
 
 
@@ -137,6 +138,12 @@ def test_requests_share_what_the_weights_leave(plan):
     assert fitting() == fitting("--weights", "bfloat16") == ()  # the default is an H200
 
 
+def test_numbers_have_units_as_people_write_them(plan):
+    assert plan("tiny", "--context", "2K", "--requests", "1") == plan("tiny", "--context", 2048)
+    assert plan("tiny", "--gpu-gib", "1GiB") == plan("tiny", "--gpu-gib", "1024MiB")
+    assert plan("tiny", "--gpu-gib", "1") == plan("tiny", "--gpu-gib", "1GiB")
+
+
 @pytest.mark.parametrize(
     ("arguments", "fits", "would"),
     [
@@ -174,7 +181,8 @@ def test_what_does_not_fit_is_said_and_what_would(plan, arguments, fits, would):
 def test_several_gpus_of_a_kind_are_a_mesh(plan, capsys):
     """The one of them that holds most requests, unless it is given."""
     _, text = plan("flash", "--gpu", "b200x8", "--context", 8192)
-    assert text.startswith("flash, fp8_ue8m0: data=8, model=1, 8 GPU(s) of 167.6 GiB")
+    assert text.startswith("fits b200x8: 1 request(s) of 8,192 tokens, of which ")
+    assert "\n\nflash, fp8_ue8m0: data=8, model=1, 8 GPU(s) of 167.6 GiB" in text
     _, text = plan(
         "flash", "--gpu", "b200x8", "--data-shards", 2, "--model-shards", 4, "--context", 8192
     )
@@ -190,7 +198,6 @@ def test_several_gpus_of_a_kind_are_a_mesh(plan, capsys):
         (("--gpu", "h200x0"), "argument --gpu: must be one of"),
         (("--gpu", "h200x7"), "no mesh of 7 GPUs divides"),
         (("--gpu", "h200", "--gpu-gib", "80"), "argument --gpu-gib: not allowed with"),
-        (("--gpu", "h200x2", "--weights", "bfloat16"), "each GPU would hold"),
     ):
         assert main(["plan", "flash", *arguments]) == 2
         assert message in capsys.readouterr().err
@@ -256,7 +263,7 @@ def test_stages_are_planned_apart_from_the_trunk(plan):
     assert not re.search(r"^draft  ", without, re.M)
     assert re.search(r"^draft window +0\.00$", without, re.MULTILINE)
     _, text = plan("flash-0731", "--gpu", "h200x4", "--context", 8192)
-    assert text.startswith("flash-0731, fp8_ue8m0: data=")
+    assert "\n\nflash-0731, fp8_ue8m0: data=" in text
     assert re.search(r"^weights: [\d.]+ GiB, 3 draft stages included$", text, re.M)
     cells = re.findall(r"^draft +.*$", text, re.M)[0].split()
     routed = 3 * 256 * 3 * 2048 * 4096 * (1 / 2 + 1 / 32)
@@ -270,9 +277,9 @@ def test_stages_of_a_config_alone_must_be_counted(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(contents))
     assert main(["plan", str(tmp_path)]) == 2
     assert "dspark.num_stages must be known" in capsys.readouterr().err
-    assert main(["plan", str(tmp_path), "--drafts", "off"]) == 0
+    assert main(["plan", str(tmp_path), "--gpu", "b300", "--drafts", "off"]) == 0
     (tmp_path / "config.json").write_text(json.dumps(contents | {"n_mtp_layers": 3}))
-    assert main(["plan", str(tmp_path)]) == 0
+    assert main(["plan", str(tmp_path), "--gpu", "b300"]) == 0
     assert "3 draft stages included" in capsys.readouterr().out
 
 
@@ -335,9 +342,14 @@ def test_a_mesh_says_what_fits_and_what_a_step_takes_at_least(plan):
     assert "more than fit" not in rows["32"]
     _, slower = plan("flash", "--model-shards", 8, "--context", MILLION, "--collective-us", 16)
     assert floor_ms(slower) == pytest.approx(floor_ms(text) + 88 * 0.01, abs=0.011)
-    _, small = plan("pro", "--data-shards", 8, "--context", 2 * MILLION)
+    _, small = plan("pro", "--data-shards", 8, "--context", MILLION, "--gpu-gib", "130GiB")
+    assert small.startswith("does not fit 8 GPU(s) of 130.0 GiB: 1 request(s) of 1,048,576 tokens")
     assert "requests that fit: 0, 0 on each of 8" in small
-    assert "the longest context that fits: 1,048,576 tokens" in small
+    (longest,) = re.findall(r"^the longest context that fits: ([\d,]+) tokens$", small, re.M)
+    longest = longest.replace(",", "")
+    assert f"\nwhat would: --context {longest}\n" in small
+    _, fits = plan("pro", "--data-shards", 8, "--context", longest, "--gpu-gib", 130)
+    assert fits.startswith("fits 8 GPU(s)")
 
 
 def floor_ms(text):
@@ -348,7 +360,7 @@ def floor_ms(text):
 def test_a_checkpoint_directory_names_a_config(plan):
     folder = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny"
     table, text = plan(folder, "--context", 4096)
-    assert text.startswith(f"{folder}, fp8_ue8m0: 1 request(s)")
+    assert f"\n\n{folder}, fp8_ue8m0: 1 request(s)" in text
     config = ds.DSV4Config.from_hf(folder)
     cache = ds.init_cache(config, max_requests=1, max_context_tokens=4096)
     assert table["trunk"][0] == mib_per_request((cache.state, cache.paged), 1)
@@ -385,14 +397,8 @@ def test_weights_that_are_not_there_are_said(tmp_path, capsys):
             r"argument --requests: must be a whole number from 1 to .*, got '-1'",
         ),
         (["{empty}"], "config.json"),
-        (
-            ["flash", "--data-shards", "1", "--model-shards", "1"],
-            r"each GPU would hold 159\.6 GB .* take --data-shards 1 --model-shards 2, --data-shards 2 ",
-        ),
-        (
-            ["pro", "--model-shards", "4"],
-            r"hold 218\.9 GB .* take --data-shards 1 --model-shards 8, --data-shards 2 ",
-        ),
+        (["flash", "--context", "1048577"], "--context must be at most 1,048,576, the longest"),
+        (["flash", "--context", "2M"], "--context must be at most 1,048,576, the longest"),
         (["flash", "--data-shards", "3"], "num_routed_experts=256 .* data=3"),
         (["flash", "--model-shards", "2", "--weights-gib", "3"], "--weights-gib is for one device"),
         (["flash", "--split-cache"], "--split-cache deals a cache over .* add --model-shards"),
@@ -412,7 +418,7 @@ def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, arguments, message
     [
         (["flash", "--cache-format", "fp16"], "argument --cache-format: invalid choice: 'fp16'"),
         (["flash", "--context", "much"], "argument --context: must be a whole number from 1"),
-        ([], "the following arguments are required: config"),
+        ([], "the following arguments are required: CONFIG"),
     ],
 )
 def test_arguments_that_do_not_parse_are_one_line_and_status_2(capsys, arguments, message):
@@ -440,13 +446,53 @@ def test_v41_flash_on_four_cards(plan):
     assert sum(by_format) == pytest.approx(78.75 * 2**30, rel=1e-4)
 
 
-def test_v41_flash_does_not_fit_one_card(capsys):
-    assert main(["plan", "v41-flash"]) == 2
-    error = capsys.readouterr().err
-    assert (
-        "take --data-shards 1 --model-shards 4, --data-shards 2 --model-shards 2, --data-shards 4 --model-shards 1"
-        in error
-    )
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["flash", "--data-shards", "1"],
+            r"--data-shards 1 --model-shards 1: each GPU would hold 159\.6 GB .*\n"
+            r"what would: --data-shards 1 --model-shards 2, --data-shards 2 --model-shards 1\n",
+        ),
+        (
+            ["pro", "--model-shards", "4"],
+            r"--data-shards 1 --model-shards 4: each GPU would hold 218\.9 GB .*\n"
+            "what would: --data-shards 1 --model-shards 8, --data-shards 2 --model-shards 4, .*\n",
+        ),
+        (["flash", "--gpu", "h200x2", "--weights", "bfloat16"], "--data-shards .* would hold"),
+        (
+            ["v41-flash"],
+            "--data-shards 1 --model-shards 1: .*\nwhat would: --data-shards 1 --model-shards 4, "
+            "--data-shards 2 --model-shards 2, --data-shards 4 --model-shards 1\n",
+        ),
+        (
+            ["flash", "--gpu", "h200x2", "--requests", "1K", "--context", "128K"],
+            r"h200x2: 1,024 request\(s\) of 131,072 tokens, of which (\d+) would fit\n"
+            r"what would: --requests \1\n",
+        ),
+    ],
+)
+def test_a_mesh_that_is_too_small_is_said_first_and_by_the_status(capsys, arguments, told):
+    assert main(["plan", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert re.match(f"does not fit {told}", captured.out)
+    assert captured.err == ""
+
+
+def test_a_step_is_timed_at_the_rates_of_the_card(plan):
+    """The floor of one request is bytes and latencies; NVIDIA's figures are scaled as an H200's."""
+    mesh, floors = ("--data-shards", 4, "--collective-us", 0, "--context", 8192), {}
+    for kind in ("h200", "h100", "b200", "b300"):
+        _, text = plan("flash", "--gpu", kind + "x4", *mesh)
+        (floors[kind],) = re.findall(r"^1 +([\d.]+) ", text, re.M)
+        assert f"at the rates of {kind}: " in text
+        assert ("not measured" in text) == (kind != "h200")
+    times = {kind: float(text) for kind, text in floors.items()}
+    assert times["h200"] / times["b200"] == pytest.approx(8 / 4.8, rel=0.01)
+    assert times["b300"] == times["b200"]
+    assert times["h100"] / times["h200"] == pytest.approx(4.8 / 3.35, rel=0.01)
+    _, text = plan("flash", "--gpu-gib", 141, *mesh)
+    assert "at the rates of h200: 4.3 TB/s, 450 GB/s" in text
 
 
 def _row(text, name):

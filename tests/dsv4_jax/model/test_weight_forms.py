@@ -20,9 +20,9 @@ COMMANDS = {
     ("generate",): (ALL, "stored"),
     ("serve",): (ALL, "stored"),
     ("batch", "a.jsonl", "b.jsonl"): (ALL, "stored"),
-    ("plan", "flash"): (RELEASED, "stored"),
-    ("bench", "decode"): (RELEASED, "bfloat16"),
-    ("bench", "prefill"): (RELEASED, "bfloat16"),
+    ("plan", "flash"): (ALL, "stored"),
+    ("bench", "decode"): (ALL, "bfloat16"),
+    ("bench", "prefill"): (ALL, "bfloat16"),
     ("convert", "a", "b"): (RELEASED, None),
 }
 
