@@ -7,9 +7,8 @@ table of `docs/benchmarks/serving.md`. To be run when that table changes.
 import pathlib
 import re
 import sys
-from xml.sax.saxutils import escape
 
-from tools.round_picture import INK, LINE, QUIET
+from tools.svg import INK, LINE, document, dot, line, polyline, text, write
 
 DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "benchmarks" / "serving.md"
 PICTURE = DOCUMENT.with_name("agents.svg")
@@ -41,17 +40,13 @@ def draw(shares, policies, most=100):
     def y_of(percent):
         return floor - percent / most * (floor - TOP)
 
-    def text(x, y, said, *, anchor="middle", fill=QUIET, more=""):
-        return (
-            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}"{more}>'
-            f"{escape(said)}</text>"
-        )
-
-    parts = [f'<rect width="{width}" height="{height}" fill="#fff"/>']
+    parts = []
     for percent in range(0, most + 1, 20):
         y = y_of(percent)
-        parts.append(f'<line x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="{LINE}"/>')
-        parts.append(text(left - 8, y + 4, f"{percent} %", anchor="end"))
+        parts += [
+            line(left, y, right, y, LINE),
+            text(left - 8, y + 4, f"{percent} %", anchor="end"),
+        ]
     parts += [text(x_of(n), floor + 18, f"{share:g}") for n, share in enumerate(shares)]
     said = "the host's memory, in what blocks of all prefixes take"
     parts.append(text((left + right) / 2, height - 10, said))
@@ -60,35 +55,19 @@ def draw(shares, policies, most=100):
     at = {name: max(y_of(value), 0) for value, name in labels}
     taken = []
     for (name, values), colour in zip(policies.items(), COLOURS, strict=False):
-        corners = " ".join(f"{x_of(n):.1f},{y_of(value):.1f}" for n, value in enumerate(values))
-        parts.append(
-            f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="2"/>'
-        )
-        parts += [
-            f'<circle cx="{x_of(n):.1f}" cy="{y_of(value):.1f}" r="3.5" fill="{colour}"/>'
-            for n, value in enumerate(values)
-        ]
+        points = [(x_of(n), y_of(value)) for n, value in enumerate(values)]
+        parts += [polyline(points, colour), *(dot(x, y, 3.5, colour) for x, y in points)]
         y = at[name]
         while any(abs(y - other) < 16 for other in taken):
             y += 4
         taken.append(y)
         parts.append(text(right + 10, y + 4, name, anchor="start", fill=colour))
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            f'width="{width}" height="{height}" font-family="sans-serif" font-size="13">',
-            "<title>Prompt tokens that were computed by snapshot policy and host memory</title>",
-            *parts,
-            "</svg>",
-            "",
-        ]
-    )
+    said = "Prompt tokens that were computed by snapshot policy and host memory"
+    return document(SIZE, said, parts)
 
 
 def main():
-    PICTURE.write_text(draw(*read_table(DOCUMENT.read_text())))
-    print(PICTURE.relative_to(DOCUMENT.parents[2]))
-    return 0
+    return write(PICTURE, draw(*read_table(DOCUMENT.read_text())))
 
 
 if __name__ == "__main__":
