@@ -27,6 +27,10 @@ def pytest_configure(config):
     # Traces are millions of objects that stay, and each collection of the oldest walks through all.
     gc.set_threshold(50_000, 50, 100)
     quick_interpreter.use()
+    # No silent dtype or rank promotion anywhere in the packages, in threads of engines too. A block
+    # would hold for its own thread, and programs of other threads would be traced once more.
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
     if hasattr(config.option, "loadscopereorder"):  # of pytest-xdist: files of few tests last
         config.option.loadscopereorder = False
     # The workers of one run share what took long to compile; unless told where to keep it, no run
@@ -97,13 +101,6 @@ def _programs_end_with_their_module():
 def count_mappings():
     maps = pathlib.Path("/proc/self/maps")
     return len(maps.read_bytes().splitlines()) if maps.exists() else MAX_MAPPINGS + 1
-
-
-@pytest.fixture(autouse=True)
-def _strict_promotion():
-    """No silent dtype or rank promotion anywhere in the packages."""
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
 
 
 @pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])

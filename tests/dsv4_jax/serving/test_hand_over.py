@@ -26,10 +26,9 @@ OPTIONS = {"max_new_tokens": 20, "stop_token_ids": (), "temperature": 1.0, "seed
 
 
 @functools.cache
-def small_engine(**changes):
-    """Without compressors or drafts, for what is refused before anything is read."""
-    sizes = {"draft_tokens": 0, "decode_tokens": None, "cache_format": "f32"}
-    return ds.Engine(*serving.one_layer(), **(serving.SIZES | sizes | changes))
+def engine_of(**changes):
+    """One for all that is refused; by its shape, before anything is read."""
+    return make_engine(**changes)
 
 
 def step_to(engine, request_id, *, drawn):
@@ -191,9 +190,9 @@ def test_a_call_that_raises_computes_it_again(monkeypatch):
     ],
 )
 def test_engines_of_another_shape_refuse_it_by_name(changes, name):
-    source = small_engine()
+    source = engine_of()
     cached = source.snapshot(source.submit([1, 2], **OPTIONS))
-    other = small_engine(**changes)
+    other = engine_of(**changes)
     before = dict(vars(other.metrics))
     with pytest.raises(ValueError, match=f"cached must be of an engine with {name}="):
         other.restore(cached)
@@ -203,7 +202,7 @@ def test_engines_of_another_shape_refuse_it_by_name(changes, name):
 
 @pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta", "indexer_top_k"])
 def test_so_do_engines_of_another_config(field):
-    engine = small_engine()
+    engine = engine_of()
     cached = engine.snapshot(engine.submit([1, 2], **OPTIONS))
     config = engine.plan.config
     config = dataclasses.replace(config, **{field: 2 * getattr(config, field)})
@@ -226,7 +225,7 @@ def test_so_do_engines_of_another_config(field):
     ],
 )
 def test_rows_and_tokens_that_do_not_fit_are_refused(changes, error):
-    engine = small_engine()
+    engine = engine_of()
     request_id = engine.submit([1, 2], **OPTIONS)
     step_to(engine, request_id, drawn=2)
     cached = engine.snapshot(request_id)
@@ -238,7 +237,7 @@ def test_rows_and_tokens_that_do_not_fit_are_refused(changes, error):
 
 
 def test_tokens_after_the_end_of_an_answer_are_refused():
-    engine = small_engine()
+    engine = engine_of()
     request_id = engine.submit([1, 2], **OPTIONS)
     step_to(engine, request_id, drawn=4)
     cached = engine.snapshot(request_id)
@@ -280,7 +279,7 @@ def test_fields_have_rules(changes, error):
 
 
 def test_bytes_that_are_damaged_cut_or_of_something_else_are_refused():
-    engine = small_engine()
+    engine = engine_of()
     data = engine.snapshot(engine.submit([1, 2], **OPTIONS)).to_bytes()
     for place in range(8, len(data), 97):
         damaged = bytearray(data)
@@ -296,7 +295,7 @@ def test_bytes_that_are_damaged_cut_or_of_something_else_are_refused():
 
 def test_arrays_come_in_parts_where_one_is_too_long_for_the_format(monkeypatch):
     """As blocks of a million tokens are."""
-    engine = small_engine()
+    engine = engine_of()
     request_id = engine.submit([1, 2], **OPTIONS)
     step_to(engine, request_id, drawn=2)
     cached = engine.snapshot(request_id)
@@ -308,7 +307,7 @@ def test_arrays_come_in_parts_where_one_is_too_long_for_the_format(monkeypatch):
 
 
 def test_other_fields_with_a_digest_of_their_own_are_refused_too():
-    engine = small_engine()
+    engine = engine_of()
     body = engine.snapshot(engine.submit([1, 2], **OPTIONS)).to_bytes()[8 + 32 :]
     for wrong in (b"", b"\xc1", b"\x90", body.replace(b"uint8", b"uint9"), body + b"\0"):
         data = cached_request._MAGIC + cached_request._digest(wrong) + wrong
@@ -318,7 +317,7 @@ def test_other_fields_with_a_digest_of_their_own_are_refused_too():
 
 def test_a_request_that_ends_while_it_waits_lets_its_rows_go():
     """It is kept until its completion is taken, and they may be gigabytes."""
-    engine = small_engine()
+    engine = engine_of()
     request_id = engine.submit([1, 2], **OPTIONS)
     step_to(engine, request_id, drawn=2)
     waits = engine.restore(engine.snapshot(request_id))
