@@ -1,6 +1,6 @@
 """Hyper-connections (mHC): how a sublayer reads the residual streams and writes to them.
 
-Source: deepseek_v4.md section 1.2.
+Source: deepseek_v4.md section 1.2, deepseek_v41.md section 5.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.layer_params import HyperConnectionParams
 from pallas_kernels import Backend, hyper_connections, write_streams
-from pallas_kernels.common.norm_rope import rms_norm
 from pallas_kernels.common.pending import Output, finish
-from pallas_kernels.hyper_connections.reference import Arguments, collapse, inverse_rms, mixes
+from pallas_kernels.hyper_connections.reference import collapse, inverse_rms
 from pallas_kernels.write_streams.reference import mix, products
 
 
@@ -125,8 +124,7 @@ def read_streams(
         params.fn,
         backend=backend,
     )
-    if residual.pre is not None:
-        return _read_shifted(params, norm, residual.pre, streams, products, config, name)
+    given = residual.pre
     reading = hyper_connections(
         products,
         params.scale,
@@ -136,50 +134,19 @@ def read_streams(
         iters=config.hc_sinkhorn_iters,
         eps=config.hc_eps,
         norm_eps=config.rms_norm_eps,
+        weights=None if given is None else given.reshape(-1, num),
         backend=backend,
     )
     checkpoint_name(reading.collapsed.reshape(*lead, dim), f"{name}/collapsed")
+    own = reading.pre
+    if own is not None:
+        own = checkpoint_name(own.reshape(*lead, num), f"{name}/pre")
     return Reading(
         normed=reading.normed.reshape(*lead, dim),
         streams=streams.reshape(*lead, num, dim),
         post=checkpoint_name(reading.post.reshape(*lead, num), f"{name}/post"),
         comb=checkpoint_name(reading.comb.reshape(*lead, num, num), f"{name}/comb"),
-    )
-
-
-def _read_shifted(
-    params: HyperConnectionParams,
-    norm: jax.Array,
-    pre: jax.Array,
-    streams: jax.Array,
-    products: jax.Array,
-    config: DSV4Config,
-    name: str,
-) -> Reading:
-    """As `read_streams`, with the weights of the sublayer before: [N, S, D], f32[..., S].
-
-    Source: deepseek_v41.md section 5.
-    """
-    lead, (num, dim) = pre.shape[:-1], streams.shape[1:]
-    arguments = Arguments(
-        products,
-        params.scale,
-        params.base,
-        streams,
-        norm,
-        config.hc_sinkhorn_iters,
-        config.hc_eps,
-        config.rms_norm_eps,
-    )
-    own, post, comb = mixes(arguments)
-    written = streams.reshape(*lead, num, dim)
-    collapsed = checkpoint_name(_collapse(pre, written), f"{name}/collapsed")
-    return Reading(
-        normed=rms_norm(collapsed, norm, eps=config.rms_norm_eps),
-        streams=written,
-        post=checkpoint_name(post.reshape(*lead, num), f"{name}/post"),
-        comb=checkpoint_name(comb.reshape(*lead, num, num), f"{name}/comb"),
-        pre=checkpoint_name(own.reshape(*lead, num), f"{name}/pre"),
+        pre=own,
     )
 
 

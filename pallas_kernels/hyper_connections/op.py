@@ -32,6 +32,7 @@ def hyper_connections(
     iters: int,
     eps: float,
     norm_eps: float,
+    weights: jax.Array | None = None,
     backend: Backend | None = None,
 ) -> Reading:
     """Reads the residual streams of a hyper-connection, and norms what the sublayer reads.
@@ -52,7 +53,8 @@ def hyper_connections(
             if i > 0:
                 comb = comb / (jnp.sum(comb, axis=2, keepdims=True) + eps)
             comb = comb / (jnp.sum(comb, axis=1, keepdims=True) + eps)
-        collapsed = jnp.einsum("ts,tsd->td", pre, streams)                  # [T, D]
+        used = pre if weights is None else weights
+        collapsed = jnp.einsum("ts,tsd->td", used, streams)                 # [T, D]
         normed = collapsed / rms(collapsed) * norm                          # [T, D]
 
     Args:
@@ -66,6 +68,8 @@ def hyper_connections(
       iters: Sinkhorn iterations of comb.
       eps: floor of pre and of the Sinkhorn sums.
       norm_eps: floor inside the RMS of the streams and of the norm.
+      weights: f32[T, S], weights of the streams in what the sublayer reads, as of shifted
+        hyper-connections, whose `pre` is for the next one; None is `pre`.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
@@ -75,7 +79,7 @@ def hyper_connections(
       ValueError: a shape is wrong, or `iters` is below 1.
       NotImplementedError: the named backend can't run here.
 
-    Source: deepseek_v4.md section 1.2.
+    Source: deepseek_v4.md section 1.2, deepseek_v41.md section 5.
     """
     check_rank(3, products=products, streams=streams)
     num, dim = streams.shape[1:]
@@ -86,11 +90,14 @@ def hyper_connections(
     check_shape("scale", scale, (3,), "3")
     check_shape("norm", norm, (dim,), "D")
     check_floats(products=products, base=base, scale=scale, norm=norm, streams=streams)
+    if weights is not None:
+        check_shape("weights", weights, (count, num), "T, S")
+        check_floats(weights=weights)
     iters = check_integer("iters", iters, 1)
     eps, norm_eps = check_number("eps", eps, 0), check_number("norm_eps", norm_eps, 0)
     # XLA takes 80 launches, most of them in a loop that the host drives.
     implementation = resolve(
         "hyper_connections", backend, _IMPLEMENTATIONS, arguments={"streams": streams}
     )
-    arguments = Arguments(products, scale, base, streams, norm, iters, eps, norm_eps)
+    arguments = Arguments(products, scale, base, streams, norm, iters, eps, norm_eps, weights)
     return implementation(jax_arrays(arguments))

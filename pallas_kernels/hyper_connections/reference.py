@@ -5,7 +5,9 @@
     Z_jk    = m_(2S+Sj+k) s_2 + b_(2S+Sj+k)                comb = Sinkhorn(Z)
     u       = sum_j pre_j X_j, rounded                     normed = rms(u) * norm, rounded
 
-Source: deepseek_v4.md section 1.2.
+Shifted, u is made with weights that are given, those of the connection before.
+
+Source: deepseek_v4.md section 1.2, deepseek_v41.md section 5.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ class Arguments(NamedTuple):
     iters: int
     eps: float
     norm_eps: float
+    weights: jax.Array | None = None
 
 
 class Reading(NamedTuple):
@@ -39,20 +42,24 @@ class Reading(NamedTuple):
       normed: [T, D], that normed: the sublayer's input.
       post: f32[T, S], weight of the sublayer's output in each stream.
       comb: f32[T, S, S], from stream to stream; summed over its first index.
+      pre: f32[T, S], where the streams were summed with weights that were given; else None.
     """
 
     collapsed: jax.Array
     normed: jax.Array
     post: jax.Array
     comb: jax.Array
+    pre: jax.Array | None = None
 
 
 def hyper_connections(arguments: Arguments) -> Reading:
     """See `op.hyper_connections`."""
     pre, post, comb = mixes(arguments)
-    collapsed = collapse(pre, arguments.streams)  # [T, D]
+    weights = arguments.weights
+    collapsed = collapse(pre if weights is None else weights, arguments.streams)  # [T, D]
     normed = rms_norm(collapsed, arguments.norm, eps=arguments.norm_eps)  # [T, D]
-    return Reading(collapsed=collapsed, normed=normed, post=post, comb=comb)
+    own = None if weights is None else pre
+    return Reading(collapsed=collapsed, normed=normed, post=post, comb=comb, pre=own)
 
 
 def mixes(arguments: Arguments) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -11,6 +11,8 @@ Many tokens take two launches, as a program for each would wait for its sums:
     connect      what program 1 does, a token a thread
 
 Their collapsed row, which a model does not read, is XLA's, who leaves it out where nobody asks.
+Shifted, program 0 takes weights that are given, and waits for no sum before it weighs; program 1,
+or `connect`, has pre for the next connection.
 
 Bytes: the streams in, of few tokens twice; the normed row out, and of few the collapsed one. The
 launch and the chain of sums bound few tokens. It compiles for Blackwell and has not run there.
@@ -46,15 +48,18 @@ def hyper_connections(arguments: Arguments, *, is_many: bool | None = None) -> R
     is_many = count >= _MANY_TOKENS if is_many is None else is_many
     row = jax.ShapeDtypeStruct((count, dim), dtype)
     logits = jax.ShapeDtypeStruct((count, arguments.products.shape[2]), jnp.float32)
+    of_streams = jax.ShapeDtypeStruct((count, num), jnp.float32)
+    weights = arguments.weights
     connections = _Connections(
-        post=jax.ShapeDtypeStruct((count, num), jnp.float32),
+        post=of_streams,
         comb=jax.ShapeDtypeStruct((count, num * num), jnp.float32),
+        pre=None if weights is None else of_streams,
     )
     read: _Outputs = triton.launch(
         functools.partial(_read, arguments=arguments, is_many=is_many),
         grid=(count, 1 if is_many else 2),
         inputs=_Operands(
-            arguments.products, arguments.scale, arguments.base, streams, arguments.norm
+            arguments.products, arguments.scale, arguments.base, streams, arguments.norm, weights
         ),
         outputs=_Outputs(normed=row, logits=logits)
         if is_many
@@ -66,7 +71,7 @@ def hyper_connections(arguments: Arguments, *, is_many: bool | None = None) -> R
     if is_many:
         # XLA's own, for the collapsed row alone; where nobody reads that, neither is computed.
         pre = jax.nn.sigmoid(read.logits[:, :num]) + arguments.eps
-        collapsed = reference.collapse(pre, streams)
+        collapsed = reference.collapse(pre if weights is None else weights, streams)
         connections_found = triton.launch(
             functools.partial(_connect_many, arguments=arguments),
             grid=(pl.cdiv(count, _CONNECTED),),
@@ -76,7 +81,8 @@ def hyper_connections(arguments: Arguments, *, is_many: bool | None = None) -> R
             name="hyper_connections_many",
         )
     comb = connections_found.comb.reshape(count, num, num)
-    return Reading(collapsed, read.normed, connections_found.post, comb)
+    post, own = connections_found.post, connections_found.pre
+    return Reading(collapsed, read.normed, post, comb, own)
 
 
 class _Operands(NamedTuple):
@@ -87,13 +93,18 @@ class _Operands(NamedTuple):
     base: Any
     streams: Any
     norm: Any
+    weights: Any = None
 
 
 class _Connections(NamedTuple):
-    """How the sublayer will write: post f32[T, S] and comb f32[T, S * S], or refs of them."""
+    """How the sublayer will write: post f32[T, S] and comb f32[T, S * S], or refs of them.
+
+    And, shifted, pre f32[T, S] for the next one.
+    """
 
     post: Any
     comb: Any
+    pre: Any = None
 
 
 class _Outputs(NamedTuple):
@@ -151,9 +162,9 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
         mean_square = jnp.sum(squares) / (num * dim)
         return rows, jax.lax.rsqrt(mean_square + arguments.norm_eps)
 
-    def read(found: jax.Array, rows: list[jax.Array]) -> None:
+    def read(pre: jax.Array, rows: list[jax.Array]) -> None:
         weight = triton.load_row(inputs.norm, (), start=0, count=dim, width=width)
-        pre, lane = jax.nn.sigmoid(found) + arguments.eps, jnp.arange(found.shape[0])
+        lane = jnp.arange(pre.shape[0])
         collapsed = jnp.zeros(width, jnp.float32)
         for j, row in enumerate(rows):
             # A lane's value for all threads.
@@ -169,16 +180,33 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
             triton.store_row(outputs.collapsed, (token,), collapsed_row, first=0, count=dim)
         triton.store_row(outputs.normed, (token,), normed.astype(dtype), first=0, count=dim)
 
+    def own_weights(found: jax.Array) -> jax.Array:
+        """Logits of pre, and others behind them, as weights."""
+        return jax.nn.sigmoid(found) + arguments.eps
+
+    def given_weights() -> jax.Array:
+        lane = jnp.arange(pl.next_power_of_2(num), dtype=jnp.int32)
+        return triton.load_where(inputs.weights, (token, lane), lane < num)
+
     def read_alone() -> None:
+        if inputs.weights is not None:
+            given = given_weights()
+            read(given, load_streams()[0])
+            return
         asked = ask(0, num, 0)
         rows, inverse_rms = load_streams()
-        read(asked.finish(inverse_rms), rows)
+        read(own_weights(asked.finish(inverse_rms)), rows)
 
     def connect() -> None:
         # All loads before the sum of squares, which has the threads wait for each other.
         of_post, of_comb = ask(num, num, 1), ask(2 * num, num * num, 2)
+        of_pre = None if inputs.weights is None else ask(0, num, 0)
         _, inverse_rms = load_streams()
-        post_ref, comb_ref = outputs.connections
+        post_ref, comb_ref, pre_ref = outputs.connections
+        if of_pre is not None:
+            own = own_weights(of_pre.finish(inverse_rms))
+            lane = jnp.arange(own.shape[0], dtype=jnp.int32)
+            triton.store_where(pre_ref, (token, lane), own, of_pre.live)
         found = of_post.finish(inverse_rms)
         lane = jnp.arange(found.shape[0], dtype=jnp.int32)
         triton.store_where(post_ref, (token, lane), 2 * jax.nn.sigmoid(found), of_post.live)
@@ -208,7 +236,7 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
     found = asked.finish(inverse_rms)
     number = jnp.arange(found.shape[0], dtype=jnp.int32)
     triton.store_where(outputs.logits, (token, number), found, asked.live)
-    read(found, rows)
+    read(own_weights(found) if inputs.weights is None else given_weights(), rows)
 
 
 class Logits(NamedTuple):
@@ -233,7 +261,7 @@ class Logits(NamedTuple):
 
 def _connect_many(logits: Ref, outputs: _Connections, *, arguments: Arguments) -> None:
     """Stores post and comb of some tokens, given their logits, f32[T, (2 + S) * S]."""
-    post_ref, comb_ref = outputs
+    post_ref, comb_ref, pre_ref = outputs
     count, num = post_ref.shape
     token = pl.program_id(0) * _CONNECTED + jnp.arange(_CONNECTED, dtype=jnp.int32)
     # A thread has a token's numbers to itself, so that no sum crosses threads.
@@ -243,6 +271,9 @@ def _connect_many(logits: Ref, outputs: _Connections, *, arguments: Arguments) -
         return triton.load_where(logits, (token, jnp.int32(number)), live)
 
     for k in range(num):
+        if pre_ref is not None:
+            pre = jax.nn.sigmoid(logit(k)) + arguments.eps
+            triton.store_where(pre_ref, (token, jnp.int32(k)), pre, live)
         post = 2 * jax.nn.sigmoid(logit(num + k))
         triton.store_where(post_ref, (token, jnp.int32(k)), post, live)
     values = [[logit((2 + j) * num + k) for k in range(num)] for j in range(num)]

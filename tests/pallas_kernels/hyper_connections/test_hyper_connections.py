@@ -15,6 +15,7 @@ pytestmark = pytest.mark.unoptimised
 S = 4
 ITERS, EPS, NORM_EPS = 20, 1e-6, 1e-6
 WIDTH = (2 + S) * S
+NAMES = ("collapsed", "normed", "post", "comb", "pre")
 PARTS = 3
 SIZES = [(1, 64, jnp.float32), (3, 96, jnp.float32), (5, 64, jnp.bfloat16)]
 jit_hyper_connections = jax.jit(
@@ -34,12 +35,16 @@ def arguments(num_tokens, dim, dtype, *, spread=1.0, seed=0):
     )
 
 
-def oracle(products, scale, base, streams, norm):
-    """Token by token in float64, from the formulas of deepseek_v4.md section 1.2."""
+def oracle(products, scale, base, streams, norm, weights=None):
+    """Token by token in float64, from the formulas of deepseek_v4.md section 1.2.
+
+    With weights, as of deepseek_v41.md section 5, what they make of the streams, and pre too.
+    """
     results = []
+    given = [None] * len(streams) if weights is None else np.asarray(weights, np.float64)
     scale, base, norm = (np.asarray(x, np.float64) for x in (scale, base, norm))
-    for product, x in zip(
-        np.asarray(products, np.float64), np.asarray(streams, np.float64), strict=True
+    for product, x, used in zip(
+        np.asarray(products, np.float64), np.asarray(streams, np.float64), given, strict=True
     ):
         mix = product.sum(0) / np.sqrt(np.mean(x**2) + NORM_EPS)
         sigmoid = 1 / (1 + np.exp(-(mix[: 2 * S] * scale[:2].repeat(S) + base[: 2 * S])))
@@ -50,8 +55,8 @@ def oracle(products, scale, base, streams, norm):
         for _ in range(ITERS - 1):
             p = p / (p.sum(1, keepdims=True) + EPS)
             p = p / (p.sum(0, keepdims=True) + EPS)
-        u = pre @ x
-        results.append((u, u / np.sqrt(np.mean(u**2) + NORM_EPS) * norm, post, p))
+        u = (pre if used is None else used) @ x
+        results.append((u, u / np.sqrt(np.mean(u**2) + NORM_EPS) * norm, post, p, pre))
     return tuple(np.stack(column) for column in zip(*results, strict=True))
 
 
@@ -62,7 +67,8 @@ def assert_close(actual, expected, dtype):
         wanted = np.asarray(expected[name], np.float64)
         off = np.abs(np.asarray(getattr(actual, name), np.float64) - wanted)
         assert np.max(off) <= bound * np.max(np.abs(wanted)), name
-    for name in ("post", "comb"):  # within 2; forty divisions, each off by an ulp at most
+    found = [name for name in ("post", "comb", "pre") if getattr(actual, name) is not None]
+    for name in found:  # within 2; forty divisions, each off by an ulp at most
         np.testing.assert_allclose(getattr(actual, name), expected[name], atol=1e-5, rtol=0)
 
 
@@ -70,9 +76,25 @@ def assert_close(actual, expected, dtype):
 @pytest.mark.parametrize(("num_tokens", "dim", "dtype"), slow.all_but(SIZES[-1:], SIZES))
 def test_against_the_formulas_in_float64(lane, backend, num_tokens, dim, dtype):
     given = arguments(num_tokens, dim, dtype)
-    names = ("collapsed", "normed", "post", "comb")
-    expected = dict(zip(names, oracle(*given), strict=True))
-    assert_close(jit_hyper_connections(*given, backend=backend), expected, dtype)
+    expected = dict(zip(NAMES, oracle(*given), strict=True))
+    found = jit_hyper_connections(*given, backend=backend)
+    assert_close(found, expected, dtype)
+    assert found.pre is None
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton_gpu"])
+@pytest.mark.parametrize(("num_tokens", "dim", "dtype"), slow.all_but(SIZES[-1:], SIZES))
+def test_shifted_the_streams_are_summed_with_weights_that_are_given(
+    lane, backend, num_tokens, dim, dtype
+):
+    given = arguments(num_tokens, dim, dtype)
+    weights = np.random.default_rng(7).uniform(0, 1, (num_tokens, S)).astype(np.float32)
+    expected = dict(zip(NAMES, oracle(*given, weights), strict=True))
+    found = jit_hyper_connections(*given, weights=weights, backend=backend)
+    assert_close(found, expected, dtype)
+    assert found.pre is not None
+    with pytest.raises(AssertionError):
+        assert_close(found, dict(zip(NAMES, oracle(*given), strict=True)), dtype)
 
 
 @pytest.mark.parametrize("spread", slow.all_but([30.0], [0.0, 1.0, 30.0]))
@@ -89,23 +111,29 @@ def test_a_transposed_comb_would_be_seen():
     """The bound of `assert_close` rejects the mistake that deepseek_v4.md appendix C names."""
     given = arguments(2, 64, jnp.float32)
     actual = jit_hyper_connections(*given, backend="reference")
-    expected = dict(zip(actual._fields, oracle(*given), strict=True))
+    expected = dict(zip(NAMES, oracle(*given), strict=True))
     with pytest.raises(AssertionError):
         assert_close(actual._replace(comb=actual.comb.mT), expected, jnp.float32)
 
 
-def test_two_launches_of_many_tokens_do_what_two_programs_do(lane):
+@pytest.mark.parametrize("shifted", [False, True])
+def test_two_launches_of_many_tokens_do_what_two_programs_do(lane, shifted):
     """On a GPU but for the order in which parts of the products are added."""
 
     @functools.partial(jax.jit, static_argnames="is_many")
     def run(*given, is_many):
+        *given, weights = given
         return triton_gpu.hyper_connections(
-            Arguments(*given, ITERS, EPS, NORM_EPS), is_many=is_many
+            Arguments(*given, ITERS, EPS, NORM_EPS, weights), is_many=is_many
         )
 
-    given = arguments(3, 64, jnp.bfloat16)
+    weights = np.random.default_rng(7).uniform(0, 1, (3, S)).astype(np.float32)
+    given = *arguments(3, 64, jnp.bfloat16), weights if shifted else None
     few, many = (run(*given, is_many=is_many)._asdict() for is_many in (False, True))
+    assert (few["pre"] is not None) == shifted
     for name, value in many.items():
+        if value is None:
+            continue
         ulp = float(jnp.finfo(value.dtype).eps)
         found, expected = np.float32(value), np.float32(few[name])
         off = {"rtol": 8 * ulp if lane == "gpu" else 0, "atol": ulp if lane == "gpu" else 0}
@@ -122,6 +150,16 @@ def test_kernel_matches_reference_at_real_shapes(num_tokens, dim):
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 64, 512])
+def test_shifted_kernel_matches_reference_at_real_shapes(num_tokens):
+    given = arguments(num_tokens, 5120, jnp.bfloat16)
+    weights = np.random.default_rng(7).uniform(0, 1, (num_tokens, S)).astype(np.float32)
+    expected = jit_hyper_connections(*given, weights=weights, backend="reference")
+    found = jit_hyper_connections(*given, weights=weights, backend="triton_gpu")
+    assert_close(found, expected._asdict(), jnp.bfloat16)
+
+
 def test_shapes_are_checked():
     products, scale, base, streams, norm = arguments(2, 64, jnp.float32)
     sizes = {"iters": ITERS, "eps": EPS, "norm_eps": NORM_EPS}
@@ -133,18 +171,27 @@ def test_shapes_are_checked():
         hyper_connections(products, scale, base, streams, norm, **sizes | {"iters": 0})
 
 
-def _aot_case(num_tokens, dim):
+def _aot_case(num_tokens, dim, *, shifted=False):
     def call(*given):
+        *given, weights = given if shifted else (*given, None)
         sizes = {"iters": ITERS, "eps": EPS, "norm_eps": NORM_EPS}
-        return hyper_connections(*given, **sizes, backend="triton_gpu")
+        return hyper_connections(*given, **sizes, weights=weights, backend="triton_gpu")
 
     shapes = ((num_tokens, 16, WIDTH), (3,), (WIDTH,), (num_tokens, S, dim), (dim,))
     dtypes = (jnp.float32, jnp.float32, jnp.float32, jnp.bfloat16, jnp.bfloat16)
     specs = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
-    return (f"{num_tokens}x{dim}", call, specs)
+    if shifted:
+        specs.append(jax.ShapeDtypeStruct((num_tokens, S), jnp.float32))
+    return (f"{num_tokens}x{dim}{' shifted' if shifted else ''}", call, specs)
 
 
-AOT_CASES = [_aot_case(64, 4096), _aot_case(1, 7168), _aot_case(2048, 4096)]
+AOT_CASES = [
+    _aot_case(64, 4096),
+    _aot_case(1, 7168),
+    _aot_case(2048, 4096),
+    _aot_case(64, 5120, shifted=True),
+    _aot_case(2048, 5120, shifted=True),
+]
 
 
 @pytest.mark.parametrize("iters", [1, 2, 3])
