@@ -15,7 +15,7 @@ INV_448 = np.float32(1.0) / np.float32(448.0)
 INV_6 = np.float32(1.0) / np.float32(6.0)
 _E2M1_MAX_BITS = np.float32(6.0).view(np.uint32)
 _E2M1_VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-_SIGN_BITS = (7, 15, 23, 31, 3, 11, 19, 27)
+SIGN_BITS = (7, 15, 23, 31, 3, 11, 19, 27)
 """Where `interleave_signs` puts the sign of each of eight codes."""
 
 
@@ -84,7 +84,7 @@ def interleave_signs(words: jax.Array) -> jax.Array:
     their signs in bit 7 of each byte, of the upper four codes after a shift by 4.
     """
     moved = words & 0x77777777
-    for code, bit in enumerate(_SIGN_BITS):
+    for code, bit in enumerate(SIGN_BITS):
         moved |= ((words >> (4 * code + 3)) & 1) << bit
     return moved
 
@@ -92,7 +92,7 @@ def interleave_signs(words: jax.Array) -> jax.Array:
 def restore_signs(words: jax.Array) -> jax.Array:
     """The inverse of `interleave_signs`."""
     restored = words & 0x77777777
-    for code, bit in enumerate(_SIGN_BITS):
+    for code, bit in enumerate(SIGN_BITS):
         restored |= ((words >> bit) & 1) << (4 * code + 3)
     return restored
 

@@ -165,19 +165,23 @@ def _load_whole_fp8(
 def _load_fp4(
     sources: Sequence[Source], codec: FP4KeyCodec, dim: int, dtype: DTypeLike
 ) -> jax.Array:
-    """[n, width], all columns of rows in E2M1, whose scales are E4M3."""
-    assert not codec.power_of_two, "whose signs are interleaved"
+    """[n, width], all columns of rows in E2M1, under scales that are E4M3 or UE8M0."""
     codes_per_word = 2 * _BYTES_PER_WORD
     words = _read(sources, "codes", dim // codes_per_word)
     stored = _load_scale_bytes(sources, codec.group, dim, codes_per_word, words.shape)
-    scale = lax.bitcast_convert_type(stored.astype(jnp.uint8), jnp.float8_e4m3fn)
-    scale = scale.astype(_wide(dtype))
+    in_order = tuple(range(3, 32, 4))
+    signs = numbers.SIGN_BITS if codec.interleaves_signs(dim) else in_order
+    if codec.power_of_two:  # which f16 may not hold
+        scale = numbers.decode_ue8m0(stored)
+    else:
+        scale = lax.bitcast_convert_type(stored.astype(jnp.uint8), jnp.float8_e4m3fn)
+        scale = scale.astype(_wide(dtype))
 
     def decode(number: int) -> jax.Array:
         # Two bits of the exponent and one of the significand are those of an f16 too, subnormal
         # where the exponent is 0; its bias makes each value 2^14 too small.
-        code = words >> np.uint32(4 * number)
-        bits = ((code & 7) << 9) | ((code & 8) << 12)
+        code, sign = words >> np.uint32(4 * number), words >> np.uint32(signs[number])
+        bits = ((code & 7) << 9) | ((sign & 1) << 15)
         value = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(scale.dtype)
         return value * _E2M1_AS_F16.astype(scale.dtype) * scale
 

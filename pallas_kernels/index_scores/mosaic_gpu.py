@@ -38,6 +38,7 @@ from pallas_kernels.gpu.devices import Device, current_device
 from pallas_kernels.index_scores.operands import Operands, Scratch, scratch_types
 from pallas_kernels.index_scores.score_tiles import score_tiles
 from pallas_kernels.index_scores.tiling import (
+    HEADS,
     Shapes,
     Tiling,
     choose_tiling,
@@ -58,8 +59,9 @@ def index_scores(
     """Scores of each token's visible entries.
 
     Args:
-      queries: bf16 or f32[T, 64, 128], rounded as keys are, so that BF16 holds them exactly.
-      weights: f32[T, 64].
+      queries: bf16 or f32[T, 64, 128], rounded as keys are, so that BF16 holds them exactly; or
+        fewer heads, which are filled up with zeros.
+      weights: f32[T, 64], or fewer.
       pool: planes of MXFP4 or FP8 keys; see `op.index_topk`.
       call: where the queries belong, with `visible`; see `op.index_topk`.
       tiling: how entries are cut; None asks `choose_tiling`.
@@ -70,7 +72,7 @@ def index_scores(
       visible.
     """
     device = device or current_device()
-    num_tokens = queries.shape[0]
+    num_tokens, num_heads, _ = queries.shape
     codes, scales = pool.planes["codes"], pool.planes["scale"]
     _, num_blocks, entries_per_block = codes.shape[:3]
     num_requests, table_width = call.block_table.shape
@@ -78,6 +80,7 @@ def index_scores(
     bytes_of_block = sum(math.prod(p.shape[2:]) * p.dtype.itemsize for p in (codes, scales))
     shapes = Shapes(
         num_tokens=num_tokens,
+        num_heads=num_heads,
         entries_per_block=entries_per_block,
         num_blocks=num_blocks,
         table_width=table_width,
@@ -89,6 +92,12 @@ def index_scores(
     tiling = tiling or choose_tiling(
         num_tokens, num_tiles, shapes.mxfp4, device, num_requests=num_requests
     )
+
+    if num_heads < HEADS:
+        # A head of zeros adds nothing, and tensor cores have 64 of them anyway.
+        spare = (0, HEADS - num_heads)
+        queries = jnp.pad(queries, ((0, 0), spare, (0, 0)))
+        weights = jnp.pad(weights, ((0, 0), spare))
 
     def score_kernel(inputs: Operands, scores_gmem: Any, scratch: Scratch) -> None:
         score_tiles(inputs, scores_gmem, scratch, shapes=shapes, tiling=tiling)

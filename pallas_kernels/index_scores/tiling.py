@@ -28,6 +28,7 @@ class Shapes:
 
     Attributes:
       num_tokens: T.
+      num_heads: IH; the rest of a product's 64 columns is zeros.
       entries_per_block: EB.
       num_blocks: NB.
       table_width: LB.
@@ -37,6 +38,7 @@ class Shapes:
     """
 
     num_tokens: int
+    num_heads: int
     entries_per_block: int
     num_blocks: int
     table_width: int
@@ -88,7 +90,7 @@ class Shapes:
     @property
     def factor(self) -> float:
         """Of weights: norm of scores, 1/2 for twice the ReLU, and the scale of unpacked keys."""
-        return 0.5 * (HEADS * DIM) ** -0.5 / (unpack_mxfp4.HEADROOM if self.mxfp4 else 1.0)
+        return 0.5 * (self.num_heads * DIM) ** -0.5 / (unpack_mxfp4.HEADROOM if self.mxfp4 else 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +159,8 @@ def find_obstacle(queries: jax.Array, codec: Codec, entries_per_block: int) -> s
     """Why this kernel can't serve a call, as the rest of a sentence; None where it can."""
     if not isinstance(codec, codecs.FP8KeyCodec) and not is_mxfp4(codec):
         return f"takes MXFP4 and FP8 keys, got {codec}"
-    if queries.shape[1:] != (HEADS, DIM):
-        return f"needs queries [T, {HEADS}, {DIM}], got {queries.shape=}"
+    if queries.shape[1] > HEADS or queries.shape[2] != DIM:
+        return f"needs queries [T, {HEADS}, {DIM}], or fewer heads, got {queries.shape=}"
     if entries_per_block % _ENTRIES_ALIGNED:
         return f"needs blocks of a multiple of {_ENTRIES_ALIGNED}, got {entries_per_block} entries"
     return devices.find_obstacle()

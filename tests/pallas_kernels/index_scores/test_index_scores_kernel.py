@@ -37,7 +37,7 @@ in the interpreter the sums are f32.
 jit_index_topk = jax.jit(index_topk, static_argnames=("k", "backend"))
 
 
-def draw(name, *, visible=(200, 65, 0), spread=0, entries_per_block=EB):
+def draw(name, *, visible=(200, 65, 0), spread=0, entries_per_block=EB, num_heads=HEADS):
     """Arguments by name, whose pools are poison wherever no query may look, and the f32 keys."""
     codec = get_cache_format(name).index_key
     rng = np.random.default_rng(len(name))
@@ -57,11 +57,11 @@ def draw(name, *, visible=(200, 65, 0), spread=0, entries_per_block=EB):
             block = table[request, entry // entries_per_block]
             for plane, rows in planes.items():
                 pool[plane][LAYER, block, entry % entries_per_block] = rows[entry]
-    queries = inputs.encode(codec, [rng.normal(size=(3 * HEADS, DIM))], 0)[1][0]
+    queries = inputs.encode(codec, [rng.normal(size=(3 * num_heads, DIM))], 0)[1][0]
     order = np.array([2, 0, 1], np.int32)
     arguments = {
-        "queries": queries.reshape(3, HEADS, DIM),
-        "weights": rng.normal(size=(3, HEADS)).astype(np.float32),
+        "queries": queries.reshape(3, num_heads, DIM),
+        "weights": rng.normal(size=(3, num_heads)).astype(np.float32),
         "pool": LayerPlanes(pool, CASE_LAYER, codec),
         "call": make_call(table, order, visible=np.int32(visible)[order]),
     }
@@ -78,7 +78,7 @@ def scores_of(arguments, **options):
 
 def errors(arguments, keys, actual):
     """Deviations from the definition, in units of the tolerance; one array per query."""
-    norm = (HEADS * DIM) ** -0.5
+    norm = (arguments["queries"].shape[1] * DIM) ** -0.5
     for query, weight, key, row in zip(
         arguments["queries"], arguments["weights"], keys, actual, strict=True
     ):
@@ -94,6 +94,16 @@ def test_scores_are_the_reference_s(lane, name):
     assert max(e.max(initial=0) for e in errors(arguments, keys, actual)) < 1
     shifted = [np.roll(row, 1) for row in actual]
     assert max(e.max(initial=0) for e in errors(arguments, keys, shifted)) > 100
+
+
+@pytest.mark.parametrize("num_heads", slow.all_but([32], [3, 32]))
+def test_fewer_heads_of_v41_s_keys(lane, num_heads):
+    """Keys that are not rotated; heads are filled up with zeros, and counted as they are."""
+    arguments, keys = draw("fp4_e4m3", num_heads=num_heads)
+    actual = scores_of(arguments)
+    assert max(e.max(initial=0) for e in errors(arguments, keys, actual)) < 1
+    halved = [row / 2**0.5 for row in actual]
+    assert max(e.max(initial=0) for e in errors(arguments, keys, halved)) > 100
 
 
 @pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0"], FORMATS))
@@ -265,24 +275,23 @@ def test_what_the_kernel_cannot_serve_is_refused_by_name():
     with pytest.raises(NotImplementedError, match=r"takes MXFP4 and FP8 keys.*backend='reference'"):
         index_topk(**arguments, backend="mosaic_gpu")
     arguments, _ = draw("fp8_ue8m0")
-    few = arguments | {
-        "queries": arguments["queries"][:, :3],
-        "weights": arguments["weights"][:, :3],
+    many = arguments | {
+        name: np.repeat(arguments[name], 2, axis=1) for name in ("queries", "weights")
     }
-    with pytest.raises(NotImplementedError, match=r"needs queries \[T, 64, 128\]"):
-        index_topk(**few, k=3, backend="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match=r"needs queries \[T, 64, 128\], or fewer heads"):
+        index_topk(**many, k=3, backend="mosaic_gpu")
     odd, _ = draw("fp8_ue8m0", entries_per_block=53)
     with pytest.raises(NotImplementedError, match=r"blocks of a multiple of 4, got 53 entries"):
         index_topk(**odd, k=3, backend="mosaic_gpu")
 
 
-def _specs(name, num_tokens, num_entries):
+def _specs(name, num_tokens, num_entries, num_heads=HEADS):
     codec = get_cache_format(name).index_key
     shapes = codec.plane_shapes(DIM, 0)
     planes = {n: jax.ShapeDtypeStruct((2, 16384, 32, *s.shape), s.dtype) for n, s in shapes.items()}
     return {
-        "queries": jax.ShapeDtypeStruct((num_tokens, HEADS, DIM), jnp.bfloat16),
-        "weights": jax.ShapeDtypeStruct((num_tokens, HEADS), jnp.float32),
+        "queries": jax.ShapeDtypeStruct((num_tokens, num_heads, DIM), jnp.bfloat16),
+        "weights": jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
         "pool": LayerPlanes(planes, jax.ShapeDtypeStruct((), jnp.int32), codec),
         "call": call_specs(num_tokens, num_entries // 32),
     }
@@ -296,15 +305,23 @@ def _of_neighbours(arguments, tiling):
     return scores_kernel.index_scores(**arguments, tiling=tiling)
 
 
-AOT_CASES = [
-    (f"{name}_{tokens}x{entries}", _at_flash_sizes, [_specs(name, tokens, entries)])
-    for name in FORMATS
-    for tokens, entries in [(64, 16384), (1, 262144)]
-] + [
-    (
-        f"{name} {tokens} tokens of a CTA@sm_90a",
-        functools.partial(_of_neighbours, tiling=scores_tiling.Tiling(128, groups, tokens=tokens)),
-        [_specs(name, 8192, 8192)],
-    )
-    for name, tokens, groups in [(name, 4, 4) for name in FORMATS]
-]
+AOT_CASES = (
+    [
+        (f"{name}_{tokens}x{entries}", _at_flash_sizes, [_specs(name, tokens, entries)])
+        for name in FORMATS
+        for tokens, entries in [(64, 16384), (1, 262144)]
+    ]
+    + [
+        (
+            f"{name} {tokens} tokens of a CTA@sm_90a",
+            functools.partial(
+                _of_neighbours, tiling=scores_tiling.Tiling(128, groups, tokens=tokens)
+            ),
+            [_specs(name, 8192, 8192)],
+        )
+        for name, tokens, groups in [(name, 4, 4) for name in FORMATS]
+    ]
+    + [
+        ("fp4_e4m3_64x131072 of 32 heads", _at_flash_sizes, [_specs("fp4_e4m3", 64, 131072, 32)]),
+    ]
+)
