@@ -89,7 +89,7 @@ def make_peer_buffers(mesh: Mesh) -> PeerBuffers | None:
 
 
 def peer_buffer_shapes(mesh: AnyMesh) -> PeerBuffers:
-    """What `make_peer_buffers` gives on GPUs, as `jax.ShapeDtypeStruct`s that lie there."""
+    """What `make_peer_buffers` gives on GPUs, each a `jax.ShapeDtypeStruct` that lies there."""
     where = NamedSharding(mesh, BY_DEVICE)
     shapes = {
         axis: jax.ShapeDtypeStruct(
