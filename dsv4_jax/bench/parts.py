@@ -19,12 +19,19 @@ from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import Projections
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.engram import GROUP
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.config.layer_types import AttentionType
+from dsv4_jax.engram import EngramRows
 from dsv4_jax.model.block import run_block
 from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.layer_params import LayerParams
 from dsv4_jax.model.trunk import keep
+
+_E4M3_CODES = 127
+"""Of numbers above 0; the next is NaN."""
+_ENGRAM_SCALE = 119
+"""2^-8, so that the largest values are below 2."""
 
 
 class AttentionInputs(NamedTuple):
@@ -99,10 +106,20 @@ def random_inputs(config: DSV4Config, batch: int, seed: int = 0) -> AttentionInp
 
 
 def one_token_each(config: DSV4Config, batch: int) -> StepInput:
-    """The input of a decode step: segment r is slot r, with one random token."""
+    """The input of a decode step: segment r is slot r, with one random token.
+
+    What a token reads of Engram tables is random too, of the formats of the release, on the device.
+    """
     rows = jnp.arange(batch, dtype=jnp.int32)
-    tokens = np.random.default_rng(batch).integers(0, config.vocab_size, batch)
-    return StepInput(token_ids=jnp.asarray(tokens, jnp.int32), request_ids=rows, request_slots=rows)
+    rng = np.random.default_rng(batch)
+    tokens = jnp.asarray(rng.integers(0, config.vocab_size, batch), jnp.int32)
+    engram = None
+    if (sizes := config.engram) is not None:
+        lead = batch, len(sizes.layers), sizes.num_columns
+        codes = rng.integers(0, _E4M3_CODES, (*lead, sizes.head_dim), dtype=np.uint8)
+        scales = np.full((*lead, -(-sizes.head_dim // GROUP)), _ENGRAM_SCALE, np.uint8)
+        engram = EngramRows(values=jnp.asarray(codes), scale=jnp.asarray(scales))
+    return StepInput(token_ids=tokens, request_ids=rows, request_slots=rows, engram=engram)
 
 
 def cache_part(

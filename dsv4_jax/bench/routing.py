@@ -57,7 +57,10 @@ def picks_call(config: DSV4Config, activations: str) -> Any:
         call = cache.index(step_input, max_row_tokens=1)
         staged = empty_staged(cache.state, math.prod(step_input.token_ids.shape))
         params = with_activations(params, activations)
-        return run_layers(params, cache, step_input.token_ids, call, staged, config).streams
+        ran = run_layers(
+            params, cache, step_input.token_ids, call, staged, config, engram_rows=step_input.engram
+        )
+        return ran.streams
 
     return jax.jit(tagged(streams, PICKED))
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, Sharding
 from dsv4_jax.bench.noise import random_array, random_bits
 from dsv4_jax.bench.routing_laws import expert_table, router_bias
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.model.dspark import stage_config
 from dsv4_jax.model.params import DSV4Params, leaf_spread, param_shapes, unstack_layers
 from dsv4_jax.model.shardings import param_shardings
 from dsv4_jax.model.weight_sizes import walk_weights
@@ -68,7 +69,7 @@ def random_params(
     for number, (path, leaf) in enumerate(walk_weights(shapes)):
         name = path.rsplit(".", 1)[-1]
         leaf_seed = np.uint32(seed * 1_000_003 + number)
-        weight = _routing_leaf(name, leaf_seed, leaf.shape, config, routing)
+        weight = _routing_leaf(path, leaf_seed, leaf.shape, config, routing)
         if weight is None:
             weight = _random_weight(leaf_seed, *leaf_spread(name, leaf.shape), leaf)
         sharding = shardings[number]
@@ -84,8 +85,7 @@ def with_routing(params: DSV4Params, config: DSV4Config, routing: str, seed: int
     made: list[Any] = []
     for number, (path, leaf) in enumerate(walk_weights(params)):
         leaf_seed = np.uint32(seed * 1_000_003 + number)
-        name = path.rsplit(".", 1)[-1]
-        weight = _routing_leaf(name, leaf_seed, leaf.shape, config, routing)
+        weight = _routing_leaf(path, leaf_seed, leaf.shape, config, routing)
         if weight is not None and isinstance(where := getattr(leaf, "sharding", None), Sharding):
             weight = _put(weight, where)
         made.append(leaf if weight is None else weight)
@@ -94,9 +94,12 @@ def with_routing(params: DSV4Params, config: DSV4Config, routing: str, seed: int
 
 
 def _routing_leaf(
-    name: str, seed: np.uint32, shape: tuple[int, ...], config: DSV4Config, routing: str
+    path: str, seed: np.uint32, shape: tuple[int, ...], config: DSV4Config, routing: str
 ) -> jax.Array | None:
-    """What decides which experts tokens pick; None if a leaf of that name does not."""
+    """What decides which experts tokens pick; None if the leaf of that path does not."""
+    name = path.rsplit(".", 1)[-1]
+    if path.startswith("mtp.stages"):
+        config = stage_config(config)
     if name == "tid2eid":
         return expert_table(shape, config, routing, int(seed))
     if name == "bias":

@@ -129,6 +129,11 @@ def run(args: argparse.Namespace) -> int:
     parts = args.parts
     if args.quick:
         parts = ("step", *(["loop"] if "loop" in parts else []))
+    if config.engram is not None and set(parts) != {"step"}:
+        raise ValueError(
+            "--parts must be step for a model with Engram tables, whose layers share entries and "
+            f"whose rows come from the host, got {','.join(parts)}; give --parts step"
+        )
     output = Output(args.json, command="bench decode", config=args.config)
     output.set(weights=args.weights, experts=config.num_routed_experts)
     cases, mesh, params = _cases(args, parts), chosen_mesh(args), None

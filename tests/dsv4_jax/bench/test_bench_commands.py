@@ -8,6 +8,7 @@ import pytest
 from dsv4_jax.bench import decode, prefill, report
 from dsv4_jax.cli import main
 from dsv4_jax.config import DSV4Config
+from helpers import v41
 
 pytestmark = [pytest.mark.early, pytest.mark.unoptimised]
 
@@ -160,6 +161,23 @@ def test_bad_input_is_one_line_and_status_2(capsys, arguments, message):
     assert main(["bench", "decode", "tiny", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line)
+
+
+def test_of_a_model_with_engram_tables_the_step_alone_is_timed(capsys):
+    assert main(["bench", "decode", "v41-flash", "--parts", "step,cache"]) == 2
+    assert "--parts must be step" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_step_of_v41_is_timed(tmp_path):
+    folder = v41.write_released(tmp_path / "v41")
+    path = tmp_path / "out.json"
+    asked = ["--parts", "step", "--batch", "2", "--contexts", "64", "--weights", "stored"]
+    asked += ["--cache-format", "fp4_e4m3", "--json", str(path)]
+    assert main(["bench", "decode", str(folder), *asked]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["finite"]
+    assert 3 < row["experts_read"] <= 6
 
 
 def test_weights_that_were_read_are_said():

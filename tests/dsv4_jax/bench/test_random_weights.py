@@ -12,7 +12,7 @@ import dsv4_jax as ds
 from dsv4_jax.bench.weights import _random_bytes, _random_scales, _random_weight, random_params
 from dsv4_jax.model.released import quantized_shape
 from dsv4_jax.model.weight_sizes import walk_weights
-from helpers import serving, slow
+from helpers import serving, slow, v41
 from pallas_kernels.common.weights import MXFP4, BlockFP8, is_quantized
 
 pytestmark = pytest.mark.unoptimised
@@ -35,6 +35,14 @@ def test_shapes_are_those_of_released_weights():
         strict=True,
     ):
         assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype), path
+
+
+def test_stages_have_routers_of_their_own_experts():
+    """V4.1's pick three of fewer experts than the trunk's layers have."""
+    config = ds.DSV4Config.from_hf(v41.contents("tiny"))
+    shapes = ds.unstack_layers(ds.model.param_shapes(config, jnp.bfloat16, weights="stored"))
+    found = random_params(config, weights="stored", routing="zipf")
+    assert jax.tree.map(jnp.shape, found.mtp) == jax.tree.map(jnp.shape, shapes.mtp)
 
 
 def test_dense_leaves_are_drawn_alike_beside_quantised_ones():
