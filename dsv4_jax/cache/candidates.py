@@ -14,11 +14,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+import pallas_kernels as pk
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.config.sources import Candidates
 from pallas_kernels.common.chunks import map_tokens
-from pallas_kernels.gather_entries.reference import gather_entries
-from pallas_kernels.index_scores.reference import index_scores
+from pallas_kernels.index_scores import listed_scores
 from pallas_kernels.select_top_k.reference import select_top_k
 
 
@@ -29,13 +29,20 @@ def count_blocks(max_entries: int, candidates: Candidates | None) -> int:
     return candidates.blocks
 
 
-def best_blocks(scores: jax.Array, visible: jax.Array, candidates: Candidates) -> jax.Array:
+def best_blocks(
+    scores: jax.Array,
+    visible: jax.Array,
+    candidates: Candidates,
+    *,
+    select: Callable[[jax.Array, jax.Array, int], jax.Array] = select_top_k,
+) -> jax.Array:
     """The blocks of the best scores, that of the newest entry always among them.
 
     Args:
       scores: f32[..., E]; what is not visible may be anything.
       visible: i32[...]; a query sees entries 0 .. visible - 1.
       candidates: how many blocks of which size; of equals the first ones are kept.
+      select: `pk.select_top_k` of rows, or its definition, which takes any leading axes.
 
     Returns:
       i32[..., blocks], ascending, then -1.
@@ -49,7 +56,7 @@ def best_blocks(scores: jax.Array, visible: jax.Array, candidates: Candidates) -
     newest = jnp.arange(num_blocks).reshape([1] * visible.ndim + [-1])
     newest = newest == ((visible - 1) // size)[..., None]
     best = jnp.where(newest & (visible > 0)[..., None], jnp.inf, best)
-    return select_top_k(best, -(-visible // size), min(candidates.blocks, num_blocks))
+    return select(best, -(-visible // size), min(candidates.blocks, num_blocks))
 
 
 def entries_of_blocks(blocks: jax.Array, visible: jax.Array, size: int) -> jax.Array:
@@ -77,11 +84,12 @@ def select_and_limit(
     k = min(handle.schema.indexer_top_k, handle.max_entries)
 
     def select(some: dict[str, jax.Array], _: jax.Array) -> jax.Array:
-        everything = jnp.arange(handle.max_entries, dtype=jnp.int32)[None]
-        listed = jnp.where(everything < some["visible"][:, None], everything, -1)
-        scores = _score(handle, some, listed)
-        selected = select_top_k(scores, some["visible"], k)
-        return jnp.concatenate([selected, best_blocks(scores, some["visible"], candidates)], axis=1)
+        visible = some["visible"]
+        call = dataclasses.replace(handle.call, segment_ids=some["segment_ids"], visible=visible)
+        scores = pk.index_scores(some["queries"], some["weights"], handle.stored_index_keys, call)
+        selected = pk.select_top_k(scores, visible, k)
+        blocks = best_blocks(scores, visible, candidates, select=pk.select_top_k)
+        return jnp.concatenate([selected, blocks], axis=1)
 
     found = _map(handle, select, queries, weights, handle.max_entries)
     return _widen(found[:, :k], handle.schema.indexer_top_k), found[:, k:]
@@ -112,20 +120,15 @@ def select_inside(
     def select(some: dict[str, jax.Array], _: jax.Array) -> jax.Array:
         listed = entries_of_blocks(some["blocks"], some["visible"], candidates.block_size)
         count = jnp.sum(listed >= 0, axis=1, dtype=jnp.int32)  # the first ones, as blocks ascend
-        places = select_top_k(_score(handle, some, listed), count, k)
+        call = dataclasses.replace(handle.call, segment_ids=some["segment_ids"])
+        pool = handle.stored_index_keys
+        scores = listed_scores(some["queries"], some["weights"], pool, call, listed)
+        places = pk.select_top_k(scores, count, k)
         found = jnp.take_along_axis(listed, jnp.maximum(places, 0), axis=1)
         return jnp.where(places >= 0, found, -1)
 
     found = _map(handle, select, queries, weights, width, blocks=blocks)
     return _widen(found, handle.schema.indexer_top_k)
-
-
-def _score(handle: LayerCacheHandle, some: dict[str, jax.Array], listed: jax.Array) -> jax.Array:
-    """f32[n, m], scores of the listed entries of some tokens; -1 scores as a key of zeros."""
-    call = dataclasses.replace(handle.call, segment_ids=some["segment_ids"])
-    dim = some["queries"].shape[-1]
-    keys, _ = gather_entries(handle.stored_index_keys, call, listed, dim=dim, dtype=jnp.float32)
-    return index_scores(some["queries"], some["weights"], keys)
 
 
 def _map(
@@ -143,7 +146,7 @@ def _map(
         "visible": handle.visible_entries,
         **more,
     }
-    return map_tokens(select, arrays, elements_per_token=num_keys * queries.shape[-1])
+    return map_tokens(select, arrays, elements_per_token=num_keys)
 
 
 def _widen(selected: jax.Array, width: int) -> jax.Array:

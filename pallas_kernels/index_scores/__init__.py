@@ -1,5 +1,5 @@
 """Scores of index keys for each query."""
 
-from pallas_kernels.index_scores.op import index_scores
+from pallas_kernels.index_scores.op import index_scores, listed_scores
 
-__all__ = ["index_scores"]
+__all__ = ["index_scores", "listed_scores"]

@@ -46,6 +46,26 @@ def score_pool(
     return map_scores(queries, weights, pool, call, lambda scores, _: scores)
 
 
+def listed_scores(
+    queries: jax.Array, weights: jax.Array, pool: LayerPlanes, call: CallIndices, listed: jax.Array
+) -> jax.Array:
+    """See `op.listed_scores`; some tokens at a time."""
+    places = {
+        "queries": queries,
+        "weights": weights,
+        "segment_ids": call.segment_ids,
+        "listed": listed,
+    }
+
+    def score(some: dict[str, jax.Array], _: jax.Array) -> jax.Array:
+        here = dataclasses.replace(call, segment_ids=some["segment_ids"])
+        dense = {"dim": queries.shape[-1], "dtype": jnp.float32}
+        keys, _ = gather_entries(pool, here, some["listed"], **dense)
+        return index_scores(some["queries"], some["weights"], keys)
+
+    return map_tokens(score, places, elements_per_token=listed.shape[1] * queries.shape[-1])
+
+
 def map_scores(
     queries: jax.Array,
     weights: jax.Array,
