@@ -170,7 +170,7 @@ def test_of_a_model_with_engram_tables_the_step_alone_is_timed(capsys):
 
 @pytest.mark.slow
 def test_a_step_of_v41_is_timed(tmp_path):
-    folder = v41.write_released(tmp_path / "v41")
+    folder, _ = v41.write_released(tmp_path / "v41")
     path = tmp_path / "out.json"
     asked = ["--parts", "step", "--batch", "2", "--contexts", "64", "--weights", "stored"]
     asked += ["--cache-format", "fp4_e4m3", "--json", str(path)]
