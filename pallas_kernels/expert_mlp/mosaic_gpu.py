@@ -93,9 +93,6 @@ def expert_mlp(
 
 _MOST_UNSORTED = MOST_PAIRS
 """Pairs of several tokens up to which CTAs find the rows of their experts themselves."""
-_LEAST_APART = 9
-"""Tokens, of those whose rows CTAs find, from which the shared expert's gate and up are a launch of
-their own, which may run beside the routing: none."""
 _MANY_PAIRS = 4096
 """From so many on those of experts elsewhere are left out where rows are rounded and summed."""
 _MANY_ROWS = 32
@@ -268,21 +265,18 @@ def _few_tokens(
     else:
         into = PairItems(ids, num_experts, picks, most=num_tokens)
         out_of = dataclasses.replace(into, picks=1)
-    gate = Product(RawRows(x[None]), [w1, w3], into, *gate_plan, swiglu, share)
-    is_apart, joined = num_tokens >= _LEAST_APART, None
+    gates = [Product(RawRows(x[None]), [w1, w3], into, *gate_plan, swiglu, share)]
+    joined = None
     if shared is not None:
-        hidden_row = 0 if is_apart else num_pairs
-        joined = _join_shared(x, shared, w1, w2, swiglu, num_pairs, core, hidden_row=hidden_row)
+        joined = _join_shared(x, shared, w1, w2, swiglu, num_pairs, core)
+    if joined:
+        gates.insert(0, joined[0])
     height = num_pairs + (num_tokens if joined else 0)
-    if joined and is_apart:
-        own = launch(joined[0], num_rows=num_tokens, dtype=x.dtype)
-        rows = RawRows(launch(gate, num_rows=num_pairs, dtype=x.dtype))
-        downs = [dataclasses.replace(joined[1], rows=RawRows(own))]
-    else:
-        gates = [joined[0], gate] if joined else [gate]
-        rows = RawRows(launch(*gates, num_rows=height, dtype=x.dtype))
-        downs = [dataclasses.replace(joined[1], rows=rows)] if joined else []
-    down = launch(*downs, Product(rows, [w2], out_of, *down_plan), num_rows=height)
+    rows = RawRows(launch(*gates, num_rows=height, dtype=x.dtype))
+    downs = [Product(rows, [w2], out_of, *down_plan)]
+    if joined:
+        downs.insert(0, dataclasses.replace(joined[1], rows=rows))
+    down = launch(*downs, num_rows=height)
     if num_tokens > 1:
         # A constant: XLA makes a launch of an iota.
         row = jnp.asarray(np.arange(num_pairs, dtype=np.int32).reshape(num_tokens, picks))
@@ -332,13 +326,11 @@ def _join_shared(
     swiglu: SwiGLU,
     first_row: int,
     core: TensorCore | None,
-    *,
-    hidden_row: int | None = None,
 ) -> tuple[Product, Product] | None:
     """The shared expert as items of the routed ones' launches, if it has their sizes and a kernel.
 
-    Its weights take longer to read, in FP8, so it comes first. Results follow those of the routed
-    experts, from `first_row` on, and so do hidden values, unless they begin at `hidden_row`.
+    Its weights take longer to read, in FP8, so it comes first. Hidden values and results follow
+    those of the routed experts, from `first_row` on.
     """
     if find_obstacle(x, *shared) is not None:
         return None
@@ -350,9 +342,8 @@ def _join_shared(
     has_sizes = gate.shape[-2] == w1.shape[-2] and down.shape[-2] == w2.shape[-2]
     if not has_sizes or not all(shapes.rounds_rows for shapes, _ in plans):
         return None
-    hidden_row = first_row if hidden_row is None else hidden_row
-    into = EvenItems(1, num_tokens, num_tokens, target=hidden_row)
-    out_of = EvenItems(1, num_tokens, num_tokens, first=hidden_row, target=first_row)
+    into = EvenItems(1, num_tokens, num_tokens, target=first_row)
+    out_of = EvenItems(1, num_tokens, num_tokens, first=first_row, target=first_row)
     rows = RawRows(x[None])
     return (
         Product(rows, [gate, up], into, *plans[0], swiglu),
