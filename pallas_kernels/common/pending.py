@@ -174,14 +174,10 @@ class ByGroup(Shaped):
         """The same rows, with other axes before the last."""
         return dataclasses.replace(self, lead=_lead_of(self.parts.shape[2], shape))
 
-    def added(self) -> ByGroup:
-        """The same rows in one part, which is rounded and lies as before."""
-        part = round_to(jnp.sum(self.parts, axis=0, keepdims=True), self.dtype)
-        return dataclasses.replace(self, parts=part)
-
     def value(self) -> jax.Array:
         """The rows, rounded once."""
-        return self.added().parts[0].swapaxes(0, 1).reshape(*self.shape)
+        rows = round_to(jnp.sum(self.parts, axis=0), self.dtype)
+        return rows.swapaxes(0, 1).reshape(*self.shape)
 
 
 def _lead_of(count: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -69,8 +69,6 @@ REGISTERS = (232, 40)
 _FEW_ROWS = 64
 _MOST_ADDED_ROWS = 2
 """Rows whose parts each CTA adds up; of more, as each reads all of them, XLA does."""
-_LEAVES_GROUPS = True
-"""Whether XLA leaves what it adds up group by group, and moves nothing."""
 
 
 def multiply_rows(
@@ -172,9 +170,8 @@ def _product_of(
     num_weights, num_rows, dim = x.shape
     spread = num_rows
     if shapes.rounds_rows:
-        if isinstance(x, ByGroup) and num_rows > _MOST_ADDED_ROWS:
-            x = x.added() if _LEAVES_GROUPS else finish(x)
-        rows = RawRows.of(x)
+        is_added = isinstance(x, ByGroup) and num_rows > _MOST_ADDED_ROWS
+        rows = RawRows.of(finish(x) if is_added else x)
     elif rows is None:
         # Bulk copies take eight rows together, so that the rows of each weight of a stack begin at
         # a multiple of eight.
