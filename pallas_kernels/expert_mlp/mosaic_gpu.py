@@ -2,7 +2,7 @@
 
     order     pairs sorted by expert, tiles of an expert's rows      `triton_worklist`; of many
                                                                      `triton_counting`, of a prompt
-                                                                     XLA; of few CTAs find their own
+                                                                     XLA; one token needs none
     unpack    experts of many rows, into block FP8                   `triton_unpack`
     rows      each pair's token, then the hidden values, in E4M3     `product/triton_rows`, or
                                                                      the kernel itself if few; of a
@@ -26,7 +26,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels.block_linear import block_linear, block_linear_in_parts, swiglu_linear
@@ -38,10 +37,8 @@ from pallas_kernels.expert_mlp.triton_unpack import can_unpack, unpack_to_fp8
 from pallas_kernels.expert_mlp.worklist import SortedPairs, sort_pairs
 from pallas_kernels.product import (
     MAX_MMA_ROWS,
-    MOST_PAIRS,
     EvenItems,
     Items,
-    PairItems,
     PickedItems,
     Product,
     RawRows,
@@ -86,13 +83,11 @@ def expert_mlp(
     for_gate, for_down = tilings or (None, None)
     gate = choose([w1, w3], is_gated=True, tiling=for_gate)
     down = choose([w2], is_gated=False, tiling=for_down)
-    if _finds_rows(num_tokens, num_pairs, gate, down):
-        return _few_tokens(arguments, gate, down, core, in_parts=in_parts)
+    if x.shape[0] == 1 and num_pairs and gate[0].rounds_rows and down[0].rounds_rows:
+        return _one_token(arguments, gate, down, core, in_parts=in_parts)
     return _sorted_tokens(arguments, gate, down, core, in_parts=in_parts)
 
 
-_MOST_UNSORTED = MOST_PAIRS
-"""Pairs of several tokens up to which CTAs find the rows of their experts themselves."""
 _MANY_PAIRS = 4096
 """From so many on those of experts elsewhere are left out where rows are rounded and summed."""
 _MANY_ROWS = 32
@@ -119,15 +114,6 @@ def expected_rows(num_tokens: int, picks: int, picked_among: int) -> int:
     return min(num_tokens, max(8, most))
 
 
-def _finds_rows(num_tokens: int, num_pairs: int, *plans: tuple[Shapes, Tiling]) -> bool:
-    """Whether CTAs find the rows of their expert themselves, so that nothing is sorted.
-
-    A tile has then to hold all rows of an expert, and CTAs to round them.
-    """
-    most = 1 if num_pairs > _MOST_UNSORTED else min(tiling.tile_m for _, tiling in plans)
-    return num_pairs > 0 and num_tokens <= most and all(shapes.rounds_rows for shapes, _ in plans)
-
-
 def _sorted_tokens(
     arguments: Arguments,
     gate_plan: tuple[Shapes, Tiling],
@@ -146,12 +132,13 @@ def _sorted_tokens(
     token, row, first = pairs.token, pairs.row, pairs.first
     items = Items(pairs.expert, first, first, pairs.num_rows, most=x.shape[0])
     total = token.shape[0]
+    is_pair = (expert_ids >= 0) & (expert_ids < num_experts)
     num_used = None
     if expert_ids.size >= _MANY_PAIRS and (arguments.picked_among or 0) > num_experts:
         # Pairs of experts that are elsewhere come last: their rows are not rounded, and what has no
         # result reads row 0, which lies in L2.
         num_used = jnp.max(jnp.where(pairs.num_rows > 0, first + pairs.num_rows, 0))
-        row = jnp.where((expert_ids >= 0) & (expert_ids < num_experts), row, 0)
+        row = jnp.where(is_pair, row, 0)
     is_dense = gate_shapes.is_dense  # then hidden values are the next rows as they are
     rounded = None
     if gate_shapes.rounds_rows:
@@ -190,36 +177,20 @@ def _sorted_tokens(
         is_many = expert_ids.size >= _MANY_PAIRS
         dtype = x.dtype if is_many else jnp.dtype(jnp.float32)
         down = launch(down, num_rows=height, dtype=dtype)
+    if joined and in_parts:
+        sums = PickedSums(down[0], row, expert_ids, num_experts, total, x.dtype, lead=(x.shape[0],))
+        return sums, None
+    # Else XLA computes the rows again for each value that it adds.
+    row = jax.lax.optimization_barrier(row)
+    of_pairs = jnp.where(is_pair[..., None], down[0, row], 0)
+    routed = jnp.sum(of_pairs.astype(jnp.float32), axis=1).astype(x.dtype)
     if joined:
-        return _sums_with_shared(arguments, down[0], row, in_parts=in_parts)
-    routed = _sums_of_pairs(arguments, down[0], row)
+        return routed, down[0, total:].astype(x.dtype)
     if rounded is not None and shared is not None and _shares_rows(x, shared, w1):
         gate, up, down = shared
         hidden = swiglu_rows(x, gate, up, limit=arguments.limit, core=core, rows=rounded)
         return routed, block_linear(hidden, down)
     return routed, _shared_alone(x, shared, arguments.limit, in_parts=in_parts)
-
-
-def _sums_with_shared(
-    arguments: Arguments, results: jax.Array, row: jax.Array, *, in_parts: bool
-) -> Mixture:
-    """Of `_sums_of_pairs`, and the shared expert's rows, which are the last ones."""
-    x, ids, first = arguments.x, arguments.expert_ids, results.shape[0] - arguments.x.shape[0]
-    if in_parts:
-        num_experts = arguments.w1.shape[0]
-        lead = (x.shape[0],)
-        return PickedSums(results, row, ids, num_experts, first, x.dtype, lead=lead), None
-    return _sums_of_pairs(arguments, results, row), results[first:].astype(x.dtype)
-
-
-def _sums_of_pairs(arguments: Arguments, results: jax.Array, row: jax.Array) -> jax.Array:
-    """[T, D], of each token its pairs' rows of the results, added in the order of its picks."""
-    ids = arguments.expert_ids
-    is_pair = (ids >= 0) & (ids < arguments.w1.shape[0])
-    # Else XLA computes the rows again for each value that it adds.
-    row = jax.lax.optimization_barrier(row)
-    of_pairs = jnp.where(is_pair[..., None], results[row], 0)
-    return jnp.sum(of_pairs.astype(jnp.float32), axis=1).astype(arguments.x.dtype)
 
 
 def _round_once(arguments: Arguments) -> bool:
@@ -241,7 +212,7 @@ def _shares_rows(x: jax.Array, shared: tuple[Weight, Weight, Weight], w1: Weight
     return gate.activations == w1.activations and find_obstacle(x, gate, up) is None
 
 
-def _few_tokens(
+def _one_token(
     arguments: Arguments,
     gate_plan: tuple[Shapes, Tiling],
     down_plan: tuple[Shapes, Tiling],
@@ -249,41 +220,27 @@ def _few_tokens(
     *,
     in_parts: bool,
 ) -> Mixture:
-    """Experts of tokens whose rows CTAs find themselves: nothing is sorted.
-
-    Those of one token are distinct: each pick is an item of one row.
-    """
+    """The experts of one token are distinct: each is an item of one row, and nothing is sorted."""
     x, expert_ids, shared = arguments.x, arguments.expert_ids, arguments.shared
     w1, w3, w2 = arguments.w1, arguments.w3, arguments.w2
-    (num_tokens, picks), num_pairs, num_experts = expert_ids.shape, expert_ids.size, w1.shape[0]
+    picks = expert_ids.size
     swiglu = SwiGLU(arguments.limit, x.dtype)
-    ids, share = expert_ids.reshape(-1), arguments.expert_weights.reshape(-1)
-    # Into the hidden values a token's experts read its row; out of them each reads the pair's own.
-    if num_tokens == 1:
-        into = PickedItems(ids, num_experts, share_row=True)
-        out_of = dataclasses.replace(into, share_row=False)
-    else:
-        into = PairItems(ids, num_experts, picks, most=num_tokens)
-        out_of = dataclasses.replace(into, picks=1)
+    # Into the hidden values all experts read the one token; out of them each reads its own row.
+    into = PickedItems(expert_ids[0], w1.shape[0], share_row=True)
+    out_of = dataclasses.replace(into, share_row=False)
+    share = arguments.expert_weights[0]
     gates = [Product(RawRows(x[None]), [w1, w3], into, *gate_plan, swiglu, share)]
     joined = None
     if shared is not None:
-        joined = _join_shared(x, shared, w1, w2, swiglu, num_pairs, core)
+        joined = _join_shared(x, shared, w1, w2, swiglu, picks, core)
     if joined:
         gates.insert(0, joined[0])
-    height = num_pairs + (num_tokens if joined else 0)
+    height = picks + len(gates) - 1
     rows = RawRows(launch(*gates, num_rows=height, dtype=x.dtype))
     downs = [Product(rows, [w2], out_of, *down_plan)]
     if joined:
         downs.insert(0, dataclasses.replace(joined[1], rows=rows))
     down = launch(*downs, num_rows=height)
-    if num_tokens > 1:
-        # A constant: XLA makes a launch of an iota.
-        row = jnp.asarray(np.arange(num_pairs, dtype=np.int32).reshape(num_tokens, picks))
-        if joined:
-            return _sums_with_shared(arguments, down[0], row, in_parts=in_parts)
-        routed = _sums_of_pairs(arguments, down[0], row)
-        return routed, _shared_alone(x, shared, arguments.limit, in_parts=in_parts)
     if joined and in_parts:
         return SplitSums(down.reshape(height, 1, -1), x.dtype), None
     # Each pick's row is a part of the one token's sum.

@@ -10,7 +10,6 @@ from pallas_kernels.product.choose_tiling import plan
 from pallas_kernels.product.decoded import MANY_ROWS
 from pallas_kernels.product.multiply import launch, multiply_rows, swiglu_rows
 from pallas_kernels.product.operands import Product, SwiGLU
-from pallas_kernels.product.pairs import MOST_PAIRS
 from pallas_kernels.product.raw_rows import RawRows
 from pallas_kernels.product.tiling import (
     BLACKWELL,
@@ -23,17 +22,15 @@ from pallas_kernels.product.tiling import (
 )
 from pallas_kernels.product.triton_groups import round_groups
 from pallas_kernels.product.triton_rows import Rows, make_rows, padded, pick_rows
-from pallas_kernels.product.work_list import EvenItems, Items, PairItems, PickedItems
+from pallas_kernels.product.work_list import EvenItems, Items, PickedItems
 
 __all__ = [
     "BLACKWELL",
     "HOPPER",
     "MANY_ROWS",
     "MAX_MMA_ROWS",
-    "MOST_PAIRS",
     "EvenItems",
     "Items",
-    "PairItems",
     "PickedItems",
     "Product",
     "RawRows",

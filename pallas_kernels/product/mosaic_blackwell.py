@@ -223,12 +223,7 @@ def _store(
     store_transposed(
         out_gmem.at[work.tile.split],
         values.astype(out_gmem.dtype),
-        Place(
-            work.tile.target_row + share.first,
-            work.tile.num_rows - share.first,
-            first_column,
-            work.tile.pairs,
-        ),
+        Place(work.tile.target_row + share.first, work.tile.num_rows - share.first, first_column),
         operand_order=work.shapes.is_mxfp4,
         num_columns=count,
         layout=_LAYOUT,

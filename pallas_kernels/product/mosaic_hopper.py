@@ -255,7 +255,7 @@ def _store(work: Work, outputs: list[Any], values: jax.Array, first: int) -> Non
         store(
             out_gmem.at[work.tile.split],
             values.astype(out_gmem.dtype),
-            Place(row, num_rows, tile * WARPGROUP_N, work.tile.pairs),
+            Place(row, num_rows, tile * WARPGROUP_N),
             operand_order=work.shapes.is_mxfp4,
         )
 

@@ -17,7 +17,7 @@ from pallas_kernels.product.raw_rows import RawRows
 from pallas_kernels.product.tile_scheduler import TileScheduler
 from pallas_kernels.product.tiling import WARPGROUP_N, Tiling
 from pallas_kernels.product.triton_rows import Rows
-from pallas_kernels.product.work_list import EvenItems, Items, PairItems, PickedItems
+from pallas_kernels.product.work_list import EvenItems, Items, PickedItems
 
 
 class SwiGLU(NamedTuple):
@@ -36,16 +36,15 @@ class Operands(NamedTuple):
     """Arrays that the kernel reads, and in it their refs in device memory.
 
     Attributes:
-      items: see `Items`, `PickedItems` and `PairItems`; None where they follow from their number.
+      items: see `Items` and `PickedItems`; None where they follow from their number.
       rows: see `triton_rows.Rows`, or `raw_rows.RawRows`.
       codes: of each weight.
       scales: of each weight; none of dense ones.
       magnitudes: i32[20, 2], the table of `unpack_mxfp4`.
-      share: f32[R], factor of each row after SwiGLU, or None; of each item of `PickedItems` and
-        `PairItems`.
+      share: f32[R], factor of each row after SwiGLU, or None; of each item of `PickedItems`.
     """
 
-    items: Items | PickedItems | PairItems | None
+    items: Items | PickedItems | None
     rows: Rows | RawRows
     codes: Any
     scales: Any
@@ -66,14 +65,13 @@ class Product:
       shapes: sizes of the call; static.
       tiling: how it is cut; static.
       swiglu: what follows a gate and an up projection; None elsewhere; static.
-      share: f32[R], factor of each row after SwiGLU, f32[N] of each of `PickedItems` and
-        `PairItems`; None is 1.
+      share: f32[R], factor of each row after SwiGLU, f32[N] of each of `PickedItems`; None is 1.
       interprets: whether it is for the interpreter, for which a launch is traced anew; static.
     """
 
     rows: Rows | RawRows
     weights: Sequence[Weight]
-    items: Items | EvenItems | PickedItems | PairItems
+    items: Items | EvenItems | PickedItems
     shapes: Shapes = dataclasses.field(metadata={"static": True})
     tiling: Tiling = dataclasses.field(metadata={"static": True})
     swiglu: SwiGLU | None = dataclasses.field(default=None, metadata={"static": True})

@@ -35,7 +35,6 @@ from pallas_kernels.common.weights import INPUTS
 from pallas_kernels.gpu import e4m3, left_operand, mosaic
 from pallas_kernels.product.raw_rows import RawRows
 from pallas_kernels.product.work import Work
-from pallas_kernels.product.work_list import PairItems
 
 Ref = Any
 plgpu: Any = mosaic_gpu
@@ -220,18 +219,15 @@ def _load(
     """
     if interpreting():
         return _interpret(work, source, first_row, column, groups)
-    values, token, pairs = source.values, source.token, work.tile.pairs
+    values, token = source.values, source.token
     refs = [values] if token is None else [values, token]
-    words = () if pairs is None else pairs.words
     result = plgpu.ShapeDtypeStruct((_UNIT, INPUTS), jnp.float32, layout=_LAYOUT)
 
     @plgpu.inline_mgpu(
-        arg_types=(*[plgpu.RefType()] * len(refs), *[_SCALAR] * (3 + len(words))),
-        return_type=result,
+        arg_types=(*[plgpu.RefType()] * len(refs), *[_SCALAR] * 3), return_type=result
     )
     def load(_, values, *rest):
-        (*token,), rest = rest[: len(refs) - 1], rest[len(refs) - 1 :]
-        first, num_rows, column, *words = rest
+        *token, first, num_rows, column = rest
         first, num_rows, column = (n.registers.flat[0] for n in (first, num_rows, column))
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         byte, f32 = ir.IntegerType.get_signless(8), ir.F32Type.get()
@@ -264,8 +260,6 @@ def _load(
             # Beyond the last row that one again: what is multiplied with it is not stored.
             row = arith.minsi(row, arith.subi(num_rows, mgpu.c(1, i32)))
             row = arith.addi(first, row)
-            if pairs is not None:
-                row = divided(pairs.nth_in_kernel(words, row), _picks_of(work))[0]
             if source.interleaved > 1:  # numbered weight by weight, and lying token by token
                 weight, row = divided(row, count // source.interleaved)
                 row = arith.addi(arith.muli(row, mgpu.c(source.interleaved, i32)), weight)
@@ -293,13 +287,7 @@ def _load(
             flat[number] = total
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return load(*refs, work.tile.first_row, work.tile.num_rows, column, *words)
-
-
-def _picks_of(work: Work) -> int:
-    """Pairs that multiply the same row of x."""
-    assert isinstance(work.inputs.items, PairItems)
-    return work.inputs.items.picks
+    return load(*refs, work.tile.first_row, work.tile.num_rows, column)
 
 
 def _interpret(
@@ -309,8 +297,6 @@ def _interpret(
     for line in range(_UNIT):
         row, group = divmod(line, groups)
         number = work.tile.first_row + jnp.minimum(first_row + row, work.tile.num_rows - 1)
-        if work.tile.pairs is not None:
-            number = work.tile.pairs.nth(number) // _picks_of(work)
         if source.token is not None:
             number = jnp.clip(source.token[number], 0, count - 1)
         of_weight = count // source.interleaved

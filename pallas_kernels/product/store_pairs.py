@@ -30,10 +30,9 @@ _HEIGHT = 64
 def store_pairs(target: Ref, values: jax.Array, place: Place, *, operand_order: bool) -> None:
     """See `store_transposed`; of [64, N] in `WGMMA` layout.
 
-    A target whose width is no multiple of 64 is left to `store_transposed`, and so are rows that
-    are pairs.
+    A target whose width is no multiple of 64 is left to `store_transposed`.
     """
-    if interpreting() or target.shape[1] % _HEIGHT or place.pairs is not None:
+    if interpreting() or target.shape[1] % _HEIGHT:
         store_transposed(target, values, place, operand_order=operand_order)
         return
     size, width = values.dtype.itemsize, target.shape[1]
@@ -71,7 +70,7 @@ def store_pairs(target: Ref, values: jax.Array, place: Place, *, operand_order: 
                 present = arith.cmpi(arith.CmpIPredicate.sgt, left, mgpu.c(n, i32))
                 _store_word(mgpu.utils.getelementptr(base, [offset], byte), word, present)
 
-    write(target, values, *place[:3])
+    write(target, values, *place)
 
 
 def _words(register: ir.Value, size: int) -> list[ir.Value]:

@@ -79,7 +79,7 @@ def store_rows(target: Ref, values: jax.Array, place: Place) -> None:
                 inside = (8 * half * width + i * (8 * _LANES if size == 2 else 8)) * size
                 _store(mgpu.utils.getelementptr(base, [inside], byte), words, present)
 
-    write(target, values, *place[:3])
+    write(target, values, *place)
 
 
 def _words(register: ir.Value, size: int) -> list[ir.Value]:

@@ -17,7 +17,6 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.gpu import left_operand
-from pallas_kernels.product.pairs import Pairs
 
 Ref = Any
 plgpu: Any = mosaic_gpu
@@ -28,19 +27,15 @@ _SCALAR = plgpu.Layout.WG_SPLAT(())
 class Place(NamedTuple):
     """Where values[m, n] of a product are stored: at target[first_row + n, first_column + m].
 
-    With `pairs` the row is the pair that `first_row + n` is.
-
     Attributes:
       first_row: i32[].
       num_rows: i32[], rows that are stored, the first ones; none where it is negative.
       first_column: i32[].
-      pairs: which pairs a tile's rows are, or None.
     """
 
     first_row: jax.Array
     num_rows: jax.Array
     first_column: jax.Array
-    pairs: Pairs | None = None
 
 
 def store_transposed(
@@ -71,11 +66,8 @@ def store_transposed(
     # Only then does the last tile reach beyond the target's columns, and each store has to ask.
     is_ragged = target.shape[1] % height != 0
 
-    *numbers, pairs = place
-    words = () if pairs is None else pairs.words
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *[_SCALAR] * (3 + len(words))))
-    def write(_, target, values, first_row, num_rows, first_column, *words):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, _SCALAR, _SCALAR, _SCALAR))
+    def write(_, target, values, first_row, num_rows, first_column):
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         byte = ir.IntegerType.get_signless(8)
         width = ir.MemRefType(target.type).shape[1]
@@ -102,10 +94,7 @@ def store_transposed(
                     is_stored = arith.cmpi(arith.CmpIPredicate.slt, row, mgpu.c(height, i32))
                     present = arith.andi(present, is_stored)
                 # In 64 bits: a result may be larger than 2^31 bytes.
-                to_row = arith.addi(first_row, n)
-                if pairs is not None:
-                    to_row = pairs.nth_in_kernel(words, to_row)
-                to_row = arith.extsi(i64, to_row)
+                to_row = arith.extsi(i64, arith.addi(first_row, n))
                 offset = arith.muli(to_row, mgpu.c(width, i64))
                 offset = arith.addi(offset, arith.extsi(i64, to_column))
                 offset = arith.muli(offset, mgpu.c(size, i64))
@@ -127,7 +116,7 @@ def store_transposed(
                     has_side_effects=True,
                 )
 
-    write(target, values, *numbers, *words)
+    write(target, values, *place)
 
 
 def address_of(target: ir.Value, row: ir.Value, column: ir.Value, size: int) -> ir.Value:
@@ -161,7 +150,7 @@ def _in_order(values: jax.Array) -> jax.Array:
 
 
 def _interpret(target: Ref, values: jax.Array, place: Place, height: int) -> None:
-    (first_row, num_rows, first_column, pairs), width = place, values.shape[1]
+    (first_row, num_rows, first_column), width = place, values.shape[1]
     rest = target.shape[1] % height
     is_last = first_column + height > target.shape[1]
     for n in range(width):
@@ -169,5 +158,4 @@ def _interpret(target: Ref, values: jax.Array, place: Place, height: int) -> Non
 
             @pl.when((n < num_rows) & is_this)
             def _(n: int = n, count: int = count) -> None:
-                row = first_row + n if pairs is None else pairs.nth(first_row + n)
-                target[row, pl.ds(first_column, count)] = values[:count, n]
+                target[first_row + n, pl.ds(first_column, count)] = values[:count, n]

@@ -9,7 +9,7 @@ each: what they read of x and of the weights is then small, and in L2.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.product.call_shapes import Shapes
-from pallas_kernels.product.pairs import Pairs
 from pallas_kernels.product.tiling import Tiling
-from pallas_kernels.product.work_list import EvenItems, Items, PairItems, PickedItems
+from pallas_kernels.product.work_list import EvenItems, Items, PickedItems
 
 
 class Tile(NamedTuple):
@@ -32,7 +31,6 @@ class Tile(NamedTuple):
       first_row: i32[], of x.
       target_row: i32[], row of the result that it becomes.
       num_rows: i32[], rows; 0 where there is nothing to do.
-      pairs: which pairs its rows are, of `PairItems`; else None.
     """
 
     split: jax.Array
@@ -41,7 +39,6 @@ class Tile(NamedTuple):
     first_row: jax.Array
     target_row: jax.Array
     num_rows: jax.Array
-    pairs: Pairs | None = None
 
 
 class TileScheduler(NamedTuple):
@@ -53,7 +50,7 @@ class TileScheduler(NamedTuple):
       tiling: how it is cut.
     """
 
-    items: Items | EvenItems | PickedItems | PairItems
+    items: Items | EvenItems | PickedItems
     shapes: Shapes
     tiling: Tiling
 
@@ -75,8 +72,7 @@ class TileScheduler(NamedTuple):
     def own_tile(self, item: jax.Array) -> Tile:
         """That of a CTA which has one alone."""
         split, n_index = (lax.axis_index(name) for name in ("split", "n"))
-        fields: tuple[Any, ...] = self.items.of(item, self.tiling.tile_m)
-        return Tile(split, n_index, *fields)
+        return Tile(split, n_index, *self.items.of(item, self.tiling.tile_m))
 
     def tile_of(self, number: jax.Array) -> Tile:
         """The tile of a number; beyond the last one without rows."""

@@ -204,10 +204,10 @@ class Work:
             return gate
         if isinstance(self.inputs.items, PickedItems):
             return gate * self.inputs.share[self.tile.target_row]
-        share, count, of_rows = self.inputs.share, gate.shape[axis], layout.reduce(1 - axis)
-        if self.tile.pairs is not None:
-            share = self.tile.pairs.load(share, first, self.tile.num_rows, count, of_rows)
-        else:
-            share = plgpu.load(share.at[pl.ds(first, count)], layout=of_rows, optimized=False)
+        share = plgpu.load(
+            self.inputs.share.at[pl.ds(first, gate.shape[axis])],
+            layout=layout.reduce(1 - axis),
+            optimized=False,
+        )
         share = lax.broadcast_in_dim(share, gate.shape, [axis])
         return gate * plgpu.layout_cast(share, layout)

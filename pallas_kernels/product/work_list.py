@@ -6,14 +6,11 @@ An item has at most `Tiling.tile_m` rows; with the tiles of outputs it is what a
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-
-from pallas_kernels.product.pairs import Pairs
 
 
 @jax.tree_util.register_static
@@ -122,44 +119,3 @@ class PickedItems:
         """Rows that an item has at most."""
         del tile_m
         return 1
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PairItems:
-    """Items that CTAs find themselves, of few pairs of a token and a weight that it picked.
-
-    An item is a pair. The first one that names a weight has the rows of all that do, and the others
-    have none, as have those whose number names no weight. A pair's row of the result has its
-    number. See `pairs.Pairs`.
-
-    Attributes:
-      weight: i32[P], number in the stack, token by token; at most `MOST_PAIRS`.
-      num_weights: weights of the stack.
-      picks: pairs of a token, which multiply the same row of x; 1 where each has a row of its own.
-      most: pairs that no weight exceeds, as no token picks one twice.
-    """
-
-    weight: jax.Array
-    num_weights: int = dataclasses.field(metadata={"static": True})
-    picks: int = dataclasses.field(metadata={"static": True})
-    most: int = dataclasses.field(metadata={"static": True})
-
-    def of(self, item: jax.Array, tile_m: int) -> tuple[Any, ...]:
-        """The fields of `Items` of one item, whose rows are numbered from 0 on, and its pairs."""
-        del tile_m
-        weight, zero = self.weight[item], jnp.int32(0)
-        exists = (weight >= 0) & (weight < self.num_weights)
-        pairs = Pairs.find(self.weight, weight, self.most)
-        has_rows = exists & (pairs.first == item)
-        num_rows = jnp.where(has_rows, pairs.count, 0)
-        return jnp.where(exists, weight, 0), zero, zero, num_rows, pairs
-
-    def count(self, tile_m: int) -> int:
-        """Items in all."""
-        del tile_m
-        return self.weight.shape[0]
-
-    def most_rows(self, tile_m: int) -> int:
-        """Rows that an item has at most."""
-        return min(self.most, tile_m)

@@ -148,64 +148,6 @@ def test_few_tokens_sums_may_be_left_to_who_reads_them(lane, name):
     close(lane, jax.jit(finish)(sums), np.float32(routed) + np.float32(common))
 
 
-MANY, MOST_TOKENS, PICKS = 9, 8, 6
-"""Experts, tokens and picks of each: 48 pairs, more than a word has bits."""
-
-
-def many_experts():
-    """Nine of them, made of four."""
-    number = jnp.arange(MANY) % E
-    take = functools.partial(jax.tree.map, lambda leaf: leaf[number])
-    return [take(weight) for weight in make(width=128)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", slow.all_but(["random"], ["random", "one expert", "none"]))
-def test_rows_that_ctas_find_have_the_bits_of_sorted_ones(lane, name, monkeypatch):
-    """Pairs in both words of votes; an expert of all tokens; tokens and picks that are nobody's."""
-    rng = np.random.default_rng(3)
-    ids = np.stack([rng.permutation(MANY)[:PICKS] for _ in range(MOST_TOKENS)])
-    if name == "one expert":
-        ids[:] = np.arange(PICKS) + 2
-    if name == "none":
-        ids[::3, 1] = -1
-        ids[4] = MANY
-    share = rng.uniform(0.2, 1, ids.shape)
-    picked = jnp.asarray(ids, jnp.int32), jnp.asarray(share, jnp.float32)
-    given = rows(MOST_TOKENS), *picked, *many_experts(), shared_expert()
-    expected = jit_mixture(*given, limit=LIMIT, backend="reference")
-    results, rows_of = {}, []
-    for most in (mosaic_gpu.MOST_PAIRS, 0):
-        monkeypatch.setattr(mosaic_gpu, "_MOST_UNSORTED", most)
-
-        @jax.jit
-        def traced_anew(*given):
-            sums, _ = mixture_mlp(*given, limit=LIMIT, backend="mosaic_gpu", may_stay_in_parts=True)
-            rows_of.append(sums.rows.shape[0])
-            return finish(sums)
-
-        results[most] = traced_anew(*given)
-    # The first has a row for each pair and token, the other one places up to multiples of eight.
-    assert rows_of[0] == MOST_TOKENS * (PICKS + 1) < rows_of[1]
-    np.testing.assert_array_equal(*results.values())
-    routed, shared = (np.float32(part) for part in expected)
-    close(lane, results[0], routed + shared)
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "picks", "finds"), [(2, 6, True), (8, 6, True), (8, 8, True), (8, 9, False)]
-)
-def test_pairs_are_sorted_where_votes_have_no_bits_for_them(num_tokens, picks, finds):
-    """Or where a tile of eight rows may not hold all of an expert's."""
-    shapes = choose_tiling.shapes_of(*make(width=128)[:1], core=HOPPER)
-    plans = [(dataclasses.replace(shapes, rounds_rows=True), Tiling(8, 128, 2))] * 2
-    finds_rows = functools.partial(mosaic_gpu._finds_rows, num_tokens, num_tokens * picks)
-    assert finds_rows(*plans) == finds
-    assert not finds_rows(plans[0], (shapes, Tiling(8, 128, 2)))
-    assert not mosaic_gpu._finds_rows(9, 9 * picks, *plans)
-    assert mosaic_gpu._finds_rows(1, picks, *plans)
-
-
 @pytest.mark.parametrize(("num_tokens", "rounds"), [(1, True), (8, True), (16, False), (64, False)])
 def test_products_of_up_to_eight_tokens_round_their_rows(num_tokens, rounds):
     """Of V4-Flash's experts; more CTAs would each wait for rows of their own."""
