@@ -83,6 +83,7 @@ ROOMS = {
         "mesh",
         "peers",
         "config",
+        "engram",
         "cache",
         "allocator",
         "attention",
