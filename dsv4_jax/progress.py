@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import Self
 
@@ -10,19 +11,24 @@ from tqdm import tqdm
 
 from dsv4_jax.standard_streams import say
 
-FIRST_LINE_S = 5.0
+FIRST_LINE_S = 3.0
 """Seconds of work before the first line: what is quicker needs none."""
 NEXT_LINE_S = 15.0
 """Seconds from one line to the next."""
+_TICK_S = 0.5
 
 
 class Progress:
     """Counts a work's units and shows their number, as a context manager.
 
     `with Progress(283, unit="tensor", doing="loading") as bar: bar.add()`
+
+    Lines come while a unit takes long too, and tell the time that is left by that of those before.
     """
 
-    def __init__(self, total: int, *, unit: str, doing: str, shown: bool = True) -> None:
+    def __init__(
+        self, total: int, *, unit: str, doing: str, shown: bool = True, has_bar: bool = True
+    ) -> None:
         """Starts at 0.
 
         Args:
@@ -30,15 +36,17 @@ class Progress:
           unit: what one is called.
           doing: what is done with it, such as "loading".
           shown: whether anything is shown at all.
+          has_bar: a terminal shows a bar; else it shows lines as a file does.
         """
         self._total, self._unit, self._doing = total, unit, doing
         self._done = 0
         self._begun = time.monotonic()
         self._bar: tqdm | None = None
-        self._next_line = self._begun + FIRST_LINE_S if shown else float("inf")
-        if shown and self.has_terminal():
+        self._next_line = self._begun + FIRST_LINE_S
+        self._lock, self._has_ended = threading.Lock(), threading.Event()
+        if shown and has_bar and self.has_terminal():
             self._bar = tqdm(total=total, unit=unit, desc=doing, file=sys.stderr)
-            self._next_line = float("inf")
+        self._has_lines = shown and self._bar is None
 
     @staticmethod
     def has_terminal() -> bool:
@@ -50,19 +58,41 @@ class Progress:
         self._done += count
         if self._bar is not None:
             self._bar.update(count)
-        now = time.monotonic()
-        if now >= self._next_line:
+        self._tell()
+
+    def end(self) -> None:
+        """Ends the bar and the lines; nothing is shown from then on."""
+        self._has_ended.set()
+        if self._bar is not None:
+            self._bar.close()
+
+    def _tell(self) -> None:
+        """Says a line if it is time for one."""
+        with self._lock:
+            now = time.monotonic()
+            if not self._has_lines or self._has_ended.is_set() or now < self._next_line:
+                return
             self._next_line = now + NEXT_LINE_S
-            say(
-                f"{self._doing}: {self._done:,} of {self._total:,} {self._unit}s after "
-                f"{now - self._begun:.0f} s"
-            )
+            text = f"{self._doing}: {self._done:,} of {self._total:,} {self._unit}s after "
+            if self._total == 1:
+                text = f"{self._doing}: "
+            text += f"{now - self._begun:.0f} s"
+            if 0 < self._done < self._total:
+                left = (now - self._begun) / self._done * (self._total - self._done)
+                text += f", some {left:.0f} s left"
+            say(text)
+
+    def _tick(self) -> None:
+        while not self._has_ended.wait(_TICK_S):
+            self._tell()
 
     def __enter__(self) -> Self:
         """Itself."""
+        if self._has_lines:
+            name = f"progress of {self._doing}"
+            threading.Thread(target=self._tick, name=name, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Ends the bar."""
-        if self._bar is not None:
-            self._bar.close()
+        self.end()

@@ -270,6 +270,11 @@ def look_for_no_gpu() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
+def has_gpu() -> bool:
+    """Whether JAX may find an NVIDIA GPU; JAX is not started."""
+    return _finds_driver()
+
+
 def _cuda_plugins() -> list[str]:
     """Plugins of JAX, if all are CUDA's; they are not loaded."""
     plugins = importlib.util.find_spec("jax_plugins")

@@ -85,7 +85,7 @@ def find_checkpoint(
     except OSError as error:
         told = f"got {show_path(path)} ({error.strerror})"
         raise ValueError(f"checkpoint must be a directory that can be found, {told}") from None
-    if is_there or not isinstance(name, str) or not _NAME.fullmatch(name):
+    if is_there or not isinstance(name, str) or not is_on_hub(name):
         if revision is not None:
             raise ValueError(
                 f"revision={revision!r} is for a model on the hub (owner/model), and {path} is a "
@@ -97,6 +97,11 @@ def find_checkpoint(
     wanted = None if revision is None else checks.text("revision", revision)
     asks = functools.partial(check_before_weights, needs_tokenizer=needs_tokenizer, drafts=drafts)
     return _download(name, wanted, progress, asks)
+
+
+def is_on_hub(name: str | None) -> bool:
+    """Whether that is no directory, and written as a model's name on the hub is."""
+    return name is not None and bool(_NAME.fullmatch(name)) and not pathlib.Path(name).exists()
 
 
 def may_be_checkpoint(text: str) -> bool:

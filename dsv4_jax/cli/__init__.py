@@ -11,11 +11,23 @@ from typing import Any
 import jax
 
 import dsv4_jax
-from dsv4_jax.cli import batch, bench, convert, evaluate, generate, plan, serve, sweep, verify
+from dsv4_jax.cli import (
+    batch,
+    bench,
+    convert,
+    evaluate,
+    generate,
+    plan,
+    quick_start,
+    serve,
+    sweep,
+    verify,
+)
 from dsv4_jax.cli.arguments import Parser
 from dsv4_jax.cli.ending import run_to_status
 from dsv4_jax.cli.environment import prepare_jax
 from dsv4_jax.cli.old_names import settle_first
+from dsv4_jax.cli.quick_start import starts_quickly
 from dsv4_jax.runtime import use_compilation_cache
 from dsv4_jax.standard_streams import takes_answers
 
@@ -34,6 +46,9 @@ _COMMANDS = {
 
 _ANSWER_ELSEWHERE = {"serve", "batch"}
 """Commands that write nothing on standard output."""
+
+_COMPILES_QUICKLY = {"generate", "serve", "batch", "verify", "evaluate"}
+"""Commands that compile a small model quickly on a CPU; others time what they compile."""
 
 _WITHOUT_JAX = {("plan", None), ("bench", "serve")}
 """Commands, and what of them is chosen, that compute nothing with JAX."""
@@ -80,10 +95,16 @@ def _run(argv: Sequence[str] | None) -> int:
                 "> /dev/null"
             )
         if (args.command, getattr(args, "what", None)) not in _WITHOUT_JAX:
-            prepare_jax()
+            prepare_jax(**_flags_of(args))
         return command.run(args)
 
     return run_to_status(f"dsv4-jax {args.command}", run)
+
+
+def _flags_of(args: Any) -> dict[str, str]:
+    """Flags of XLA by which a command's programs are compiled."""
+    is_quick = args.command in _COMPILES_QUICKLY and starts_quickly(args.checkpoint)
+    return quick_start.FLAGS if is_quick else {}
 
 
 def _format_warning(

@@ -17,8 +17,11 @@ _READ_FLAGS = "from jaxlib import xla_client; xla_client.CompileOptions()"
 """XLA ends the process that reads flags which it does not know."""
 
 
-def prepare_jax() -> None:
+def prepare_jax(**flags: str) -> None:
     """Chooses devices and flags, and looks at the cache of programs; call it before JAX starts.
+
+    Args:
+      **flags: as of `set_xla_flags`.
 
     Raises:
       ValueError: the environment asks for what cannot be.
@@ -32,7 +35,7 @@ def prepare_jax() -> None:
     _check_cache()
     given = os.environ.get("XLA_FLAGS", "")
     with contextlib.suppress(RuntimeError):  # JAX runs already, in the process that calls this
-        set_xla_flags()
+        set_xla_flags(**flags)
         if given.strip():
             _check_flags()
 

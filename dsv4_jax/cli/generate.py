@@ -22,6 +22,7 @@ from dsv4_jax.cli.arguments import (
 )
 from dsv4_jax.cli.engine_options import add_engine_options, build_engine, find_model
 from dsv4_jax.cli.old_names import is_first_word
+from dsv4_jax.cli.quick_start import one_shape
 from dsv4_jax.cli.values import utf8_text, whole
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.lines import split_lines, without_line_end, without_mark
@@ -181,8 +182,13 @@ def _serve(
     """(number, completion) of every prompt in order; `times` gets the time of every token."""
     ended: set[int] = set()
     given = 0
-    with Progress(len(ids), unit="prompt", doing="serving", shown=len(ids) > 1) as bar:
+    several = len(ids) > 1
+    with (
+        Progress(len(ids), unit="prompt", doing="serving", shown=several) as bar,
+        Progress(1, unit="program", doing="compiling", shown=not several, has_bar=False) as first,
+    ):
         for token in engine.stream(*ids):
+            first.end()
             times.append(time.perf_counter())
             if streams and token.text:
                 print(token.text, end="", flush=True)
@@ -216,14 +222,16 @@ def _build(args: argparse.Namespace, prompts: list[str], mesh: Mesh | None) -> E
     tokenizer = load_tokenizer(folder, follow_links=args.follow_links)
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer.json, so text cannot be encoded")
+    max_requests = args.max_requests or -(-min(len(prompts), _MAX_REQUESTS) // data) * data
     return build_engine(
         args,
         folder,
         config,
+        **one_shape(args, -(-max_requests // data)),
         mesh=mesh,
         grammars=False,
         max_step_ms=NO_STEP_BOUND_MS,  # nobody reads along
-        max_requests=args.max_requests or -(-min(len(prompts), _MAX_REQUESTS) // data) * data,
+        max_requests=max_requests,
         max_context_tokens=_find_context(args, config, tokenizer, prompts),
         tokenizer=tokenizer,
     )

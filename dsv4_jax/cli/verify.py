@@ -29,6 +29,7 @@ from dsv4_jax.cli.arguments import (
 )
 from dsv4_jax.cli.memory import Loading, check_engine_memory
 from dsv4_jax.cli.values import whole
+from dsv4_jax.progress import Progress
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.loop import CacheError
 from dsv4_jax.serving.options import EngineOptions
@@ -97,25 +98,32 @@ def run(args: argparse.Namespace) -> int:
     compares = args.prefill_activations in (None, args.activations) or not any(
         map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))
     )
-    for cache_format in args.cache_format or CACHE_FORMATS:
-        chosen = options.changed(
-            cache_format=cache_format,
-            prefill_tokens=(48,),
-            decode_tokens=48,
-            draft_tokens=min(3, config.max_draft_tokens),
-        )
-        with contextlib.closing(Engine(config, params, chosen)) as engine:
-            if follows:
-                engine.follow()
-                continue
-            try:
-                steps, hits, problems = _serve(engine, args, compares)
-                summary = f"{steps} steps verified, {hits} tokens shared"
-                summary += ", answers not compared" * (not compares)
-            except CacheError as error:
-                problems, summary = [str(error)], ""
-        print(f"{cache_format:<24}{'; '.join(problems) or 'well'}{', ' * bool(summary)}{summary}")
-        failed |= bool(problems)
+    formats = args.cache_format or CACHE_FORMATS
+    with Progress(
+        len(formats), unit="format", doing="verifying", shown=not follows, has_bar=False
+    ) as bar:
+        for cache_format in formats:
+            chosen = options.changed(
+                cache_format=cache_format,
+                prefill_tokens=(48,),
+                decode_tokens=48,
+                draft_tokens=min(3, config.max_draft_tokens),
+            )
+            with contextlib.closing(Engine(config, params, chosen)) as engine:
+                if follows:
+                    engine.follow()
+                    continue
+                try:
+                    steps, hits, problems = _serve(engine, args, compares)
+                    summary = f"{steps} steps verified, {hits} tokens shared"
+                    summary += ", answers not compared" * (not compares)
+                except CacheError as error:
+                    problems, summary = [str(error)], ""
+            print(
+                f"{cache_format:<24}{'; '.join(problems) or 'well'}{', ' * bool(summary)}{summary}"
+            )
+            failed |= bool(problems)
+            bar.add()
     return int(failed)
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import threading
 import types
 
 import pytest
@@ -32,11 +33,36 @@ def run(clock, *, shown=True):
 def test_without_a_terminal_there_is_a_line_now_and_then(clock, capsys):
     run(clock)
     assert capsys.readouterr().err.splitlines() == [
-        "loading: 200 of 1,000 tensors after 6 s",
-        "loading: 700 of 1,000 tensors after 21 s",
+        "loading: 100 of 1,000 tensors after 3 s, some 27 s left",
+        "loading: 600 of 1,000 tensors after 18 s, some 12 s left",
     ]
     run(clock, shown=False)
     assert capsys.readouterr().err == ""
+
+
+def test_lines_come_while_a_unit_takes_long(clock, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_TICK_S", 0.001)
+    told = threading.Event()
+    monkeypatch.setattr(progress, "say", lambda text: (print(text), told.set()))
+    with progress.Progress(2, unit="program", doing="compiling") as bar:
+        clock[0] += 2.9
+        assert not told.wait(0.05)
+        for seconds in (0.2, 15):
+            clock[0] += seconds
+            assert told.wait(10)
+            told.clear()
+        bar.end()
+        clock[0] += 100
+        assert not told.wait(0.05)
+    assert capsys.readouterr().out.splitlines() == [
+        "compiling: 0 of 2 programs after 3 s",
+        "compiling: 0 of 2 programs after 18 s",
+    ]
+    with progress.Progress(1, unit="program", doing="compiling") as bar:
+        clock[0] += 4
+        assert told.wait(10)
+    assert capsys.readouterr().out == "compiling: 4 s\n"
+    assert not [one for one in threading.enumerate() if one.name == "progress of compiling"]
 
 
 def test_a_terminal_shows_a_bar(clock, monkeypatch):

@@ -211,7 +211,8 @@ def test_what_a_users_function_raises_is_told_by_its_own_frames(
     for module in ("evaluate", "sweep"):
         monkeypatch.setattr(f"dsv4_jax.cli.{module}.load_checkpoint", None)
     sizes = ["--length", "32"] if command[0] == "evaluate" else ["--contexts", "32"]
-    assert main([*command, *checkpoint, *sizes, "--rows", "2"]) == 2
+    words = [command[0], *checkpoint, *command[1:], *sizes, "--rows", "2"]
+    assert main(words) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"dsv4-jax {command[0]}: {first.format(folder=folder)}")
     assert re.findall(r"line \d+, in (\w+)\n", told) == frames
