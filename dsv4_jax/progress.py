@@ -47,6 +47,7 @@ class Progress:
         if shown and has_bar and self.has_terminal():
             self._bar = tqdm(total=total, unit=unit, desc=doing, file=sys.stderr)
         self._has_lines = shown and self._bar is None
+        self._ticker: threading.Thread | None = None
 
     @staticmethod
     def has_terminal() -> bool:
@@ -90,9 +91,12 @@ class Progress:
         """Itself."""
         if self._has_lines:
             name = f"progress of {self._doing}"
-            threading.Thread(target=self._tick, name=name, daemon=True).start()
+            self._ticker = threading.Thread(target=self._tick, name=name, daemon=True)
+            self._ticker.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Ends the bar."""
         self.end()
+        if self._ticker is not None:
+            self._ticker.join()
