@@ -73,6 +73,24 @@ def built(tmp_path_factory):
 
 
 @pytest.mark.slow
+def test_modules_of_an_earlier_build_are_not_installed_again(tmp_path):
+    tree = tmp_path / "tree"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(tree)], check=True)
+    left = tree / "build" / "lib" / "dsv4_jax" / "gone.py"
+    left.parent.mkdir(parents=True)
+    left.write_text("")
+    venv.create(tmp_path / "venv", with_pip=True)
+    pip = [str(tmp_path / "venv" / "bin" / "python"), "-m", "pip", "--quiet"]
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(tree)], check=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "dsv4_jax/__init__.py" in names
+    assert "dsv4_jax/gone.py" not in names
+
+
+@pytest.mark.slow
 def test_the_source_distribution_holds_what_its_tests_need(built, tmp_path):
     """All that git holds; and a test runs in it."""
     source, _ = built

@@ -79,11 +79,12 @@ def test_the_example_of_the_readme_runs(checkpoint, capsys):
 
 def commands_of(text):
     """Shell commands of fences, one a line or joined by &&, and those of code spans."""
-    fences = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    fences = re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = [part for fence in fences for line in fence.splitlines() for part in line.split("&&")]
     spans = re.findall(
         r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     )
+    lines = [line.strip().removesuffix("&") for line in lines]
     return [words for line in [*lines, *spans] if (words := shlex_words(line))]
 
 
