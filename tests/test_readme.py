@@ -26,7 +26,7 @@ def test_it_is_short_and_its_links_can_be_clicked():
 
 @pytest.mark.slow
 def test_every_block_runs_in_order_in_a_fresh_clone(tmp_path):
-    """All but the one for four GPUs; nothing is compiled before, and one installation serves all."""
+    """All but the one for four GPUs; nothing is compiled yet, and one installation is enough."""
     tree, home = tmp_path / "tree", tmp_path / "home"
     home.mkdir()
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(tree)], check=True)

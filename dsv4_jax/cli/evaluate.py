@@ -18,6 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4_jax.bench.results import write_json
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.load import load_checkpoint
@@ -29,14 +30,20 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.idea import NO_IDEA, Idea
 from dsv4_jax.config.layer_types import AttentionType
 from dsv4_jax.model.params import DSV4Params, quantize_params
+from dsv4_jax.regular_files import read_regular
 from dsv4_jax.research.intervals import Interval, mean_interval, paired_difference
 from dsv4_jax.research.losses import losses_by_row, trace_loss
 from dsv4_jax.research.named import find_idea, find_object
 from dsv4_jax.research.users_code import telling_users_frames
+from dsv4_jax.standard_streams import say
 from dsv4_jax.training.corpus import held_out_rows, read_held_out
 from dsv4_jax.training.losses import select_all, select_at_random
 from pallas_kernels.common.formats import CACHE_FORMATS
 from pallas_kernels.common.weights import ACTIVATIONS
+
+_CHOSEN = ("compare", "selector", "max_selected", "pooling", "format", "index_reuse", "corpus")
+"""Arguments that say what is measured, beside the checkpoint, the rows and their length."""
+_MAX_KEPT_BYTES = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         type=output_file(".json"),
-        help="write every row's and position's loss; if not given, nothing",
+        help="write every row's and position's loss, as soon as it is measured; of a file that has "
+        "some from a command that was stopped the others are measured; if not given, nothing",
     )
     add_follow_links(parser)
 
@@ -116,15 +124,16 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"{len(rows)} rows of {args.length} tokens, f32 activations; nats per token,")
     print("95 % intervals by bootstrap over rows", flush=True)
-    report = _Report(config, params, rows, covered)
+    chosen = {name: getattr(args, name) for name in _CHOSEN}
+    about = {"checkpoint": str(checkpoint), "length": args.length, "rows": len(rows)}
+    about |= {"chosen": json.loads(json.dumps(chosen, default=str))}
+    report = _Report(config, params, rows, covered, args.json, about)
+    report.read_kept()
     if ideas:
         with telling_users_frames():
             _compare(report, configs)
     else:
         _print_tables(report)
-    if args.json is not None:
-        about = {"checkpoint": str(checkpoint), "length": args.length, "rows": len(rows)}
-        args.json.write_text(json.dumps(about | {"measured": report.measured}))
     return 0
 
 
@@ -158,17 +167,24 @@ class _Report:
       params: model parameters, as stored.
       rows: i32[n, T + 1].
       covered: position from which a token sees more entries than are selected.
-      measured: what each measurement gave, for `--json`.
+      path: where measurements are kept, if anywhere.
+      about: what the measurements of a file have in common.
+      measured: what each measurement gave.
     """
 
     config: DSV4Config
     params: DSV4Params
     rows: np.ndarray
     covered: int
+    path: pathlib.Path | None
+    about: dict[str, Any]
     measured: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def measure(self, name: str, config: DSV4Config, **options: Any) -> np.ndarray:
         """f32[n, T], the losses under a config; `params` and `activations` as options."""
+        for known in self.measured:
+            if known["name"] == name:
+                return np.asarray(known["losses"], np.float32)
         params = options.pop("params", self.params)
         losses = losses_by_row(params, self.rows, config=config, doing=name, **options)
         self.measured.append(
@@ -180,7 +196,22 @@ class _Report:
                 "losses": np.round(losses, 4).tolist(),
             }
         )
+        if self.path is not None:
+            write_json(self.path, self.about | {"measured": self.measured})
         return losses
+
+    def read_kept(self) -> None:
+        """Takes what a command that was stopped has measured of the same."""
+        if self.path is None or not self.path.is_file():
+            return
+        try:
+            kept = json.loads(read_regular(self.path, _MAX_KEPT_BYTES))
+            is_same = {name: kept.get(name) for name in self.about} == self.about
+        except (ValueError, AttributeError):
+            return  # something else, which is replaced
+        if is_same:
+            self.measured = kept["measured"]
+            say(f"[{len(self.measured)} measurements are in {self.path} already]")
 
 
 def _compare(report: _Report, configs: dict[str, DSV4Config]) -> None:

@@ -1,6 +1,7 @@
 """Measures ideas by contexts: loss with its interval, decode steps and memory.
 
-Each cell is kept in a file as soon as it is measured. Started again, the command measures what the
+What is measured is kept in a file at once, and steps of the ideas of a context are timed in turns.
+Started again, the command measures what the
 file lacks, and prints the table of all of it.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -22,7 +24,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.progress import Progress
 from dsv4_jax.research.losses import trace_loss
 from dsv4_jax.research.named import find_idea
-from dsv4_jax.research.sweep import SweepFile, SweepPlan, measure_cell
+from dsv4_jax.research.sweep import SweepFile, SweepPlan, measure_context
 from dsv4_jax.research.users_code import telling_users_frames
 from dsv4_jax.training.corpus import held_out_rows, read_held_out
 from pallas_kernels.common.formats import CACHE_FORMATS
@@ -107,11 +109,15 @@ def run(args: argparse.Namespace) -> int:
         config, params = load_checkpoint(
             checkpoint, dtype=jnp.float32, follow_links=args.follow_links, drafts=False
         )
-        with Progress(len(missing), unit="cell", doing="measuring") as bar:
-            for idea, context in missing:
-                with telling_users_frames():
-                    cell = measure_cell(config, params, tokens, plan, idea=idea, context=context)
-                kept.add(cell)
-                bar.add()
+        total = 2 * len(missing)
+        with (
+            Progress(total, unit="measurement", doing="measuring") as bar,
+            telling_users_frames(),
+        ):
+            for context in args.contexts:
+                ideas = [idea for idea in args.ideas if (idea, context) in missing]
+                sizes: dict[str, Any] = {"ideas": ideas, "context": context}
+                if ideas:
+                    measure_context(config, params, tokens, kept, **sizes, advance=bar.add)
     print("\n".join(kept.table(args.ideas, args.contexts)))
     return 0

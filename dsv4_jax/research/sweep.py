@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from dsv4_jax.regular_files import has_regular_file, read_regular
 from dsv4_jax.research.intervals import mean_interval, paired_difference
 from dsv4_jax.research.losses import losses_by_row
 from dsv4_jax.research.named import find_idea
-from dsv4_jax.research.speed import time_decode
+from dsv4_jax.research.speed import DecodeTimer
 from dsv4_jax.training.corpus import held_out_rows
 
 _MAX_BYTES = 2**28
@@ -42,55 +42,11 @@ class SweepPlan:
     repeats: int
 
 
-def measure_cell(
-    config: DSV4Config,
-    params: DSV4Params,
-    tokens: np.ndarray,
-    plan: SweepPlan,
-    *,
-    idea: str,
-    context: int,
-) -> dict[str, Any]:
-    """One idea at one context, as it is kept in the file.
-
-    The loss is that of whole sequences, rounded as the cache rounds that the steps are timed on.
-
-    Args:
-      config: the model, without an idea.
-      params: model parameters.
-      tokens: i32[n], the text.
-      plan: what is measured.
-      idea: its name, `find_idea`.
-      context: tokens of a row, and of each request before the timed steps.
-
-    Raises:
-      ValueError: there is no such idea, or the text is too short.
-    """
-    found = find_idea(idea)
-    carried = found.applied_to(config)
-    stored = dataclasses.replace(found, cache_format=choose_cache_format(carried, None))
-    rows = held_out_rows(tokens, context)[: plan.num_rows]
-    losses = losses_by_row(params, rows, config=stored.applied_to(config), progress=False)
-    cost = time_decode(
-        params,
-        rows[0, :-1],
-        config=carried,
-        max_requests=plan.num_requests,
-        repeats=plan.repeats,
-    )
-    return {
-        **dataclasses.asdict(plan),
-        "idea": idea,
-        "context": context,
-        "losses": np.round(losses.mean(axis=1, dtype=np.float64), 6).tolist(),
-        "step_ms": [round(ms, 4) for ms in cost.step_ms],
-        "cache_bytes": cost.cache_bytes,
-        "workspace_bytes": cost.workspace_bytes,
-    }
-
-
 class SweepFile:
-    """Cells of sweeps, one JSON object a line; each is written as soon as it is measured."""
+    """Cells of sweeps, one JSON object a line; each is written as soon as it is measured.
+
+    A line with losses alone comes before the line of the whole cell.
+    """
 
     def __init__(self, path: pathlib.Path, plan: SweepPlan) -> None:
         """Reads what is there.
@@ -103,7 +59,9 @@ class SweepFile:
           ValueError: a line but the last, which an interruption may have cut, is no cell; or it
             is no regular file.
         """
+        self.plan = plan
         self._path, self._plan = path, dataclasses.asdict(plan)
+        self._losses: dict[tuple[str, int], list[float]] = {}
         self._cells: dict[tuple[str, int], dict[str, Any]] = {}
         data = read_regular(path, _MAX_BYTES) if has_regular_file(path) else b""
         lines = split_lines(without_mark(data).decode())
@@ -111,14 +69,14 @@ class SweepFile:
         for number, line in enumerate(lines, 1):
             try:
                 cell = json.loads(line)
-                key = cell["idea"], cell["context"]
+                _ = cell["idea"], cell["context"]
             except (ValueError, KeyError, TypeError):
                 if number == len(lines):
                     break  # cut by an interruption
                 raise ValueError(f"line {number} of {path} is no cell of a sweep") from None
             whole.append(line)
             if all(cell.get(name) == value for name, value in self._plan.items()):
-                self._cells[key] = cell
+                self._note(cell)
         if len(whole) < len(lines):
             path.write_text("".join(line + "\n" for line in whole))
 
@@ -127,11 +85,22 @@ class SweepFile:
         wanted = [(idea, context) for context in contexts for idea in ideas]
         return [key for key in wanted if key not in self._cells]
 
-    def add(self, cell: dict[str, Any]) -> None:
-        """Keeps a cell."""
+    def losses(self, idea: str, context: int) -> list[float] | None:
+        """Those of an idea's rows, if they were measured."""
+        return self._losses.get((idea, context))
+
+    def add(self, idea: str, context: int, **figures: Any) -> None:
+        """Keeps what was measured of a cell: its losses alone, or all of it."""
+        cell = {**self._plan, "idea": idea, "context": context, **figures}
         with self._path.open("a") as file:
             file.write(json.dumps(cell) + "\n")
-        self._cells[cell["idea"], cell["context"]] = cell
+        self._note(cell)
+
+    def _note(self, cell: dict[str, Any]) -> None:
+        key = cell["idea"], cell["context"]
+        self._losses[key] = cell.get("losses", [])
+        if "step_ms" in cell:
+            self._cells[key] = cell
 
     def table(self, ideas: Sequence[str], contexts: Sequence[int]) -> Iterator[str]:
         """Lines of a table; differences are from the first idea at the same context."""
@@ -145,6 +114,66 @@ class SweepFile:
                 cell = self._cells.get((idea, context))
                 if cell is not None and first is not None:
                     yield _line(cell, first)
+
+
+def measure_context(
+    config: DSV4Config,
+    params: DSV4Params,
+    tokens: np.ndarray,
+    kept: SweepFile,
+    *,
+    ideas: Sequence[str],
+    context: int,
+    advance: Callable[[], object] = lambda: None,
+) -> None:
+    """Ideas at one context: the loss of each, then decode steps of all in turns.
+
+    What is measured is kept at once. The loss is that of whole sequences, rounded as the cache
+    rounds that the steps are timed on. In turns, a machine that grows slower meanwhile does not
+    look like a difference between ideas.
+
+    Args:
+      config: the model, without an idea.
+      params: model parameters.
+      tokens: i32[n], the text.
+      kept: where cells go, and what is to be measured.
+      ideas: their names, `find_idea`.
+      context: tokens of a row, and of each request before the timed steps.
+      advance: called for each loss, and for each idea whose steps are timed.
+
+    Raises:
+      ValueError: there is no such idea, or the text is too short.
+    """
+    plan, timers = kept.plan, {}
+    rows = held_out_rows(tokens, context)[: plan.num_rows]
+    for idea in ideas:
+        if kept.losses(idea, context) is None:
+            found = find_idea(idea)
+            stored_as = choose_cache_format(found.applied_to(config), None)
+            stored = dataclasses.replace(found, cache_format=stored_as).applied_to(config)
+            losses = losses_by_row(params, rows, config=stored, progress=False)
+            kept.add(idea, context, losses=losses.mean(axis=1, dtype=np.float64).round(6).tolist())
+        advance()
+    for idea in ideas:
+        timers[idea] = DecodeTimer(
+            params,
+            rows[0, :-1],
+            config=find_idea(idea).applied_to(config),
+            max_requests=plan.num_requests,
+        )
+        timers[idea].measure_ms()
+    turns = [[timer.measure_ms() for timer in timers.values()] for _ in range(plan.repeats)]
+    for (idea, timer), times in zip(timers.items(), zip(*turns, strict=True), strict=True):
+        cost = timer.cost(round(ms, 4) for ms in times)
+        kept.add(
+            idea,
+            context,
+            losses=kept.losses(idea, context),
+            step_ms=list(cost.step_ms),
+            cache_bytes=cost.cache_bytes,
+            workspace_bytes=cost.workspace_bytes,
+        )
+        advance()
 
 
 def _line(cell: dict[str, Any], first: dict[str, Any]) -> str:

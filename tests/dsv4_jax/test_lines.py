@@ -87,7 +87,7 @@ def test_requests_of_a_load(tmp_path):
 def test_cells_of_a_sweep(tmp_path):
     path = tmp_path / "cells.jsonl"
     plan = SweepPlan(checkpoint="a", num_rows=1, num_requests=1, repeats=1)
-    cell = {"idea": INSIDE, "context": 8} | dataclasses.asdict(plan)
+    cell = {"idea": INSIDE, "context": 8, "step_ms": [1.0]} | dataclasses.asdict(plan)
     path.write_bytes(MARK + json.dumps(cell, ensure_ascii=False).encode() + b"\r\n")
     assert SweepFile(path, plan).missing([INSIDE], [8]) == []
 

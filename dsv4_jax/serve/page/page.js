@@ -41,7 +41,7 @@ function bytes(number) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
   while (number >= 1024 && unit < units.length - 1) [number, unit] = [number / 1024, unit + 1];
-  return `${number >= 100 || unit === 0 ? number.toFixed(0) : number.toFixed(1)} ${units[unit]}`;
+  return `${number >= 100 || unit === 0 ? number.toFixed(0) : number.toFixed(1)}\u00a0${units[unit]}`;
 }
 
 function seconds(value) {
@@ -168,14 +168,25 @@ function bands({ families, unit_bytes: unit }) {
   return found;
 }
 
-const TITLES = { ring: "ring of the last tokens", csa: "CSA entries", index: "index keys", hca: "HCA entries" };
+const TITLES = {
+  ring: () => "last tokens as they are (ring)",
+  csa: (size) => `one entry per ${size} tokens (CSA)`,
+  index: () => "keys that find them (index keys)",
+  hca: (size) => `one entry per ${size} tokens (HCA)`,
+};
 
 function showLegend(sizes) {
   const names = ["ring", ...bands(sizes).map(([name]) => name)];
   find("legend").replaceChildren(
-    ...names.map((name) => make("li", {}, make("i", { class: name }), TITLES[name])),
+    ...names.map((name) =>
+      make("li", {}, make("i", { class: name }), TITLES[name](sizes.families[name]?.tokens_of_an_entry)),
+    ),
     make("li", { class: "shared" }, "underlined: shared with another request"),
   );
+  for (const name of ["csa", "hca"]) {
+    if (sizes.families[name]) find(`${name}-size`).textContent = sizes.families[name].tokens_of_an_entry;
+  }
+  find("block-size").textContent = sizes.block_tokens;
 }
 
 // Requests.
@@ -230,7 +241,7 @@ function makeCard({ families }) {
   for (const name of ["csa", "hca"]) {
     if (!families[name]) continue;
     const size = families[name].tokens_of_an_entry;
-    const tail = make("span", { "data-family": name, role: "img" }, make("b", {}, `${name.toUpperCase()} window`));
+    const tail = make("span", { "data-family": name, role: "img" }, make("b", {}, `next ${name.toUpperCase()} entry`));
     if (name === "csa") tail.append(...Array.from({ length: 2 * size }, () => make("i")));
     else tail.append(make("span", { class: "bar" }, make("em", { class: name })));
     tails.append(tail);
@@ -251,7 +262,7 @@ function fillCard(card, one, sizes) {
   for (const tail of card.querySelectorAll("[data-family]")) {
     const size = sizes.families[tail.dataset.family].tokens_of_an_entry;
     const open = one.held_tokens % size;
-    tail.setAttribute("aria-label", `open window of ${tail.dataset.family}: ${open} of ${size} tokens`);
+    tail.setAttribute("aria-label", `next ${tail.dataset.family.toUpperCase()} entry: ${open} of ${size} tokens`);
     if (tail.dataset.family === "csa") {
       const before = one.held_tokens >= size ? size : 0;
       tail.querySelectorAll("i").forEach((cell, place) => {
@@ -309,7 +320,8 @@ function drawBlocks(canvas, one, sizes) {
 
 // Prefixes: blocks in a row that the same requests use are one row of the tree.
 
-function showTree({ prefixes, prefixes_left_out: left }) {
+function showTree({ prefixes, prefixes_left_out: left, tiers }) {
+  find("far-legend").hidden = !Object.keys(tiers).length;
   const signature = JSON.stringify(prefixes);
   if (signature === treeShown) return;
   treeShown = signature;
@@ -350,7 +362,7 @@ function showTree({ prefixes, prefixes_left_out: left }) {
 }
 
 function isAlike(one, other) {
-  return one.users === other.users && one.where[0] === other.where[0];
+  return one.users === other.users && `${one.where}` === `${other.where}`;
 }
 
 function showRun(run) {
@@ -363,15 +375,17 @@ function showRun(run) {
   if (run.length > 48) row.append(` +${run.length - 48}`);
   const users = run[0].users;
   const used = users ? `, ${count(users, "request")}` : "";
-  const [where] = run[0].where;
-  const far = where === "device" ? "" : `, on the ${where}`;
+  const [where, ...copies] = run[0].where;
+  const places = where === "device" ? copies : [where, ...copies];
+  const also = where === "device" ? "also " : "";
+  const far = places.length ? `, ${also}on the ${places.join(" and the ")}` : "";
   row.append(make("small", {}, `to token ${run.at(-1).tokens.toLocaleString("en")}${used}${far}`));
   return row;
 }
 
 // Memory.
 
-function showMemory({ counters, sizes, used_bytes: used, held_snapshots: held }) {
+function showMemory({ counters, sizes, used_bytes: used, held_snapshots: held, tiers }) {
   const parts = [
     ["csa", counters.used_blocks],
     ["cached", counters.cached_blocks],
@@ -382,10 +396,13 @@ function showMemory({ counters, sizes, used_bytes: used, held_snapshots: held })
     stack.children[place].style.width = `${(number / sizes.blocks) * 100}%`;
   });
   const said =
-    `${count(sizes.blocks, "block")} of ${sizes.block_tokens} tokens: ${counters.used_blocks} in use, ` +
-    `${counters.cached_blocks} cached, ${counters.free_blocks} free`;
+    `${count(sizes.blocks, "block")} of ${sizes.block_tokens} tokens: ${counters.used_blocks} in use by requests, ` +
+    `${counters.cached_blocks} kept for later prompts, ${counters.free_blocks} free`;
   find("blocks-text").textContent = said;
   stack.setAttribute("aria-label", said);
+  find("tiers").textContent = Object.entries(tiers)
+    .map(([name, one]) => `Kept on the ${name}: ${bytes(one.num_bytes)} of ${bytes(one.max_bytes)}.`)
+    .join(" ");
   const groups = {
     rings: ["ring", (name) => name.endsWith("window")],
     "open windows": ["hca", (name) => name.endsWith("state")],
@@ -398,9 +415,10 @@ function showMemory({ counters, sizes, used_bytes: used, held_snapshots: held })
     if (!families.length) return [];
     const paged = title.endsWith("entries") || title.endsWith("keys");
     const whole = sum(families.map((one) => sizes.unit_bytes[one])) * (paged ? sizes.blocks : sizes.slots);
-    return [[title, name, sum(families.map((one) => used[one] || 0)), whole]];
+    const kept = paged ? (whole / sizes.blocks) * counters.cached_blocks : 0;
+    return [[title, name, sum(families.map((one) => used[one] || 0)), kept, whole]];
   });
-  rows.push(["snapshots", "ring", held * sizes.snapshot_bytes, sizes.snapshots * sizes.snapshot_bytes]);
+  rows.push(["snapshots", "ring", 0, held * sizes.snapshot_bytes, sizes.snapshots * sizes.snapshot_bytes]);
   const body = find("bytes");
   if (body.children.length !== rows.length) {
     body.replaceChildren(
@@ -409,16 +427,24 @@ function showMemory({ counters, sizes, used_bytes: used, held_snapshots: held })
           "tr",
           {},
           make("th", { scope: "row" }, title),
-          make("td", {}, make("span", { class: "bar" }, make("em", { class: name }))),
+          make(
+            "td",
+            { "aria-hidden": "true" },
+            make("span", { class: "bar two" }, make("em", { class: name }), make("em", { class: `${name} kept` })),
+          ),
           make("td"),
         ),
       ),
     );
   }
-  rows.forEach(([, , some, whole], place) => {
+  rows.forEach(([, , some, kept, whole], place) => {
     const row = body.children[place];
-    row.querySelector("em").style.width = `${whole ? (some / whole) * 100 : 0}%`;
-    row.lastElementChild.textContent = `${bytes(some)} of ${bytes(whole)}`;
+    const shares = [some, kept].map((part) => `${whole ? (part / whole) * 100 : 0}%`);
+    row.querySelectorAll("em").forEach((part, which) => {
+      part.style.width = shares[which];
+    });
+    const parts = [some ? `${bytes(some)} in use` : "", kept ? `${bytes(kept)} kept` : ""].filter(Boolean);
+    row.lastElementChild.textContent = `${parts.join(", ") || "none"} of ${bytes(whole)}`;
   });
 }
 

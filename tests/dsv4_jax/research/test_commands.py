@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.cli import main
-from dsv4_jax.research import Idea, find_idea
+from dsv4_jax.cli import evaluate, main
+from dsv4_jax.research import Idea, find_idea, sweep
+from dsv4_jax.research.speed import DecodeCost
 from dsv4_jax.research.sweep import SweepFile, SweepPlan
 from dsv4_jax.training.train import shipped_config
 
@@ -54,8 +55,7 @@ def of_two(selection, more):
 wrong_pooling = ds.research.Idea(pooling=of_shapes)
 """
 PLAN = SweepPlan(checkpoint="here", num_rows=2, num_requests=1, repeats=2)
-CELL = dataclasses.asdict(PLAN) | {
-    "context": 64,
+FIGURES = {
     "losses": [1.0, 2.0],
     "step_ms": [1.0, 3.0],
     "cache_bytes": 2**20,
@@ -106,6 +106,31 @@ def test_a_comparison_is_paired_and_written_by_row_and_position(checkpoint, fold
     assert idea["loss"]["low"] < idea["loss"]["mean"] < idea["loss"]["high"]
 
 
+def test_an_evaluation_goes_on_where_it_was_stopped(checkpoint, folder, capsys, monkeypatch):
+    command = ["evaluate", *checkpoint, "--length", "64", "--rows", "3", "--json", "a.json"]
+    command += ["--compare", "none", "bf16"]
+    asked = []
+
+    def losses(params, rows, *, config, doing, **options):
+        asked.append(doing)
+        if doing == "bf16" and asked.count("bf16") == 1:
+            raise KeyboardInterrupt
+        return np.full((3, 64), 1.25 + len(asked), np.float32)
+
+    monkeypatch.setattr(evaluate, "losses_by_row", losses)
+    assert main(command) == 130
+    kept = json.loads((folder / "a.json").read_text())
+    assert [one["name"] for one in kept["measured"]] == ["none"]
+    assert main(command) == 0
+    assert asked == ["none", "bf16", "bf16"]
+    assert "[1 measurements are in a.json already]" in capsys.readouterr().err
+    assert main([*command[:-1], "f32"]) == 0  # another comparison begins anew
+    assert asked[3:] == ["none", "f32"]
+    (folder / "a.json").write_text("[]")
+    assert main(command) == 0
+    assert asked[5:] == ["none", "bf16"]
+
+
 @pytest.mark.slow
 def test_without_an_idea_there_are_four_tables(checkpoint, capsys):
     assert main(["evaluate", *checkpoint, "--length", "32", "--rows", "2"]) == 0
@@ -121,25 +146,66 @@ def test_a_sweep_goes_on_where_it_was_stopped(checkpoint, folder, capsys, monkey
     ideas = ["none", "my_ideas:newest", "fp8_per_entry"]
     assert main([*command, "--contexts", "32", *ideas[:2]]) == 0
     first = (folder / "cells.jsonl").read_text()
-    assert len(first.splitlines()) == 2
+    assert ["step_ms" in json.loads(line) for line in first.splitlines()] == [False] * 2 + [
+        True
+    ] * 2
     assert main([*command, "--contexts", "32,64", *ideas]) == 0
     assert (folder / "cells.jsonl").read_text().startswith(first)
     table = capsys.readouterr().out.splitlines()[-6:]
     assert [line.split()[:2] for line in table] == [
         [context, idea] for context in ("32", "64") for idea in ideas
     ]
-    assert (folder / "cells.jsonl").read_text().count("\n") == 6
+    assert (folder / "cells.jsonl").read_text().count("\n") == 12
+
+
+def test_steps_are_timed_in_turns_and_losses_are_kept_at_once(tmp_path, monkeypatch):
+    """A machine that grows slower meanwhile makes all ideas of a context slower alike."""
+    now, order = [0.0], []
+
+    class Timer:
+        def __init__(self, params, token_ids, *, config, max_requests):
+            self.name = config.idea.cache_format or "none"
+
+        def measure_ms(self):
+            now[0] += 1
+            order.append(self.name)
+            return now[0]
+
+        def cost(self, step_ms):
+            return DecodeCost(tuple(step_ms), 1, 2)
+
+    def stops(*args, config, **options):
+        if config.idea.cache_format == "bf16":
+            raise KeyboardInterrupt
+        return np.ones((2, 8), np.float32)
+
+    monkeypatch.setattr(sweep, "DecodeTimer", Timer)
+    monkeypatch.setattr(sweep, "losses_by_row", stops)
+    kept = SweepFile(tmp_path / "a.jsonl", dataclasses.replace(PLAN, repeats=3))
+    case = (SMALL, None, np.zeros(400, np.int32))
+    with pytest.raises(KeyboardInterrupt):
+        sweep.measure_context(*case, kept, ideas=["none", "bf16"], context=8)
+    again = SweepFile(tmp_path / "a.jsonl", dataclasses.replace(PLAN, repeats=3))
+    assert again.losses("none", 8) == [1.0, 1.0]
+    assert again.missing(["none", "bf16"], [8]) == [("none", 8), ("bf16", 8)]
+    monkeypatch.setattr(sweep, "losses_by_row", lambda *args, **options: np.ones((2, 8)))
+    sweep.measure_context(*case, again, ideas=["none", "bf16"], context=8)
+    assert order == ["none", "bf16"] * 4
+    whole = SweepFile(tmp_path / "a.jsonl", dataclasses.replace(PLAN, repeats=3))
+    assert whole.missing(["none", "bf16"], [8]) == []
+    cells = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [cell["step_ms"] for cell in cells[-2:]] == [[3, 5, 7], [4, 6, 8]]
 
 
 def test_a_file_of_cells_loses_a_line_that_was_cut_and_no_other(tmp_path, capsys):
     path = tmp_path / "cells.jsonl"
     kept = SweepFile(path, PLAN)
     assert kept.missing(["a", "b"], [64]) == [("a", 64), ("b", 64)]
-    kept.add(CELL | {"idea": "a"})
+    kept.add("a", 64, **FIGURES)
     path.write_text(path.read_text() + '{"idea": "b", "cont')
     again = SweepFile(path, PLAN)
     assert again.missing(["a", "b"], [64]) == [("b", 64)]
-    again.add(CELL | {"idea": "b", "losses": [1.5, 2.25]})
+    again.add("b", 64, **FIGURES | {"losses": [1.5, 2.25]})
     header, a, b = again.table(["a", "b"], [64])
     assert "95 % interval" in header
     assert a.split() == ["64", "a", "1.5000", "2.00", "(1.00", "to", "3.00)", "1.00", "0.50"]

@@ -209,7 +209,9 @@ def test_a_request_of_somebody_else_comes_and_goes_and_shared_blocks_are_counted
             assert browser.count("#tree .sq.used") >= 3
         browser.until(lambda: browser.count(".card") == 1)
     browser.until(lambda: browser.count(".card") == 0)
-    assert "cached" in browser.text("#blocks-text")
+    browser.until(lambda: "0 in use by requests, 3 kept for" in browser.text("#blocks-text"))
+    row = browser.run("return document.querySelectorAll('#bytes tr')[2].textContent")
+    assert re.fullmatch(r"CSA entries[\d.]+\sKiB kept of [\d.]+\s[KM]iB", row), "and not 0 B"
 
 
 def test_what_a_model_says_is_text_and_chat_shows_its_thoughts(
@@ -313,7 +315,16 @@ def test_it_fits_a_phone_and_is_used_by_keyboard(browser, server, scheme):
     for _ in range(9):
         browser.type("", TAB)
         reached.add(browser.run("return document.activeElement.id"))
-    assert {"prompt", "kind", "tokens", "temperature", "send"} <= reached
+        if "about" in reached:
+            break
+    browser.type("", ENTER)  # opens the explanation
+    browser.until(lambda: browser.run("return document.querySelector('details').open"))
+    browser.until(lambda: browser.run(beyond) <= 0)
+    assert browser.text("#csa-size") == "4"
+    for _ in range(9):
+        browser.type("", TAB)
+        reached.add(browser.run("return document.activeElement.id"))
+    assert {"about", "prompt", "kind", "tokens", "temperature", "send"} <= reached
     unnamed = browser.run(
         "return [...document.querySelectorAll('input, select, textarea, button')]"
         ".filter((one) => !one.labels?.length && !one.textContent.trim()).length"
