@@ -7,6 +7,8 @@ quick.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -155,14 +157,27 @@ _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name 
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name, or a package, on first use (PEP 562)."""
+    """Imports a public name, or a package, on first use (PEP 562).
+
+    Where there is no NVIDIA driver JAX is kept from CUDA's plugin before it starts: with the
+    extra `aot` a program would begin with a traceback about cuDNN.
+    """
+    if name not in _PACKAGES and name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _leave_out_cuda()
     if name in _PACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
+
+
+@functools.cache
+def _leave_out_cuda() -> None:
+    from dsv4_jax.runtime import look_for_no_gpu
+
+    with contextlib.suppress(ValueError):  # JAX says what is wrong with JAX_PLATFORMS
+        look_for_no_gpu()
 
 
 def __dir__() -> list[str]:

@@ -140,12 +140,17 @@ def test_a_process_of_little_memory_is_refused_or_serves(tmp_path):
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="of a machine without a GPU")
-def test_without_a_gpu_nothing_is_said_about_one():
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from dsv4_jax import runtime; runtime.look_for_no_gpu()",
+        "import dsv4_jax as ds; ds.DSV4Config.tiny()",
+        "from dsv4_jax import serving",
+    ],
+)
+def test_without_a_gpu_nothing_is_said_about_one(code):
     """The plugin that compiles for GPUs looks for cuDNN when JAX starts, unless it is left out."""
-    code = (
-        "from dsv4_jax import runtime; runtime.look_for_no_gpu(); import jax; "
-        "print(jax.devices()[0].platform)"
-    )
+    code += "; import jax; print(jax.devices()[0].platform)"
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT

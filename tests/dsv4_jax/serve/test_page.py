@@ -13,6 +13,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.serve import app
 from dsv4_jax.serve.web_page import PAGE_PATHS, STATE_PATH
+from dsv4_jax.serving import engine_state
 from helpers import taught
 from helpers.browser import OBSTACLE, chromium
 from helpers.serve import BYTES_ALONE, MODEL, ids_of, running, script, tokenizer_fixture
@@ -209,9 +210,26 @@ def test_a_request_of_somebody_else_comes_and_goes_and_shared_blocks_are_counted
             assert browser.count("#tree .sq.used") >= 3
         browser.until(lambda: browser.count(".card") == 1)
     browser.until(lambda: browser.count(".card") == 0)
-    browser.until(lambda: "0 in use by requests, 3 kept for" in browser.text("#blocks-text"))
+    told = r"tokens: 0 in use by requests, [1-9]\d* kept for later prompts, "
+    browser.until(lambda: re.search(told, browser.text("#blocks-text")))
     row = browser.run("return document.querySelectorAll('#bytes tr')[2].textContent")
     assert re.fullmatch(r"CSA entries[\d.]+\sKiB kept of [\d.]+\s[KM]iB", row), "and not 0 B"
+
+
+@BYTES_ALONE
+def test_where_a_prefix_lies_beyond_the_device_is_said(browser, server, monkeypatch):
+    open_page(browser, server)
+    hidden = "return document.querySelector('#far-legend').hidden"
+    with answering(server, "w" * 300):
+        browser.until(lambda: browser.count("#tree .sq") >= 2)
+        assert browser.run(hidden)
+        assert browser.text("#tiers") == ""
+        sizes = {"num_pages": 3, "num_bytes": 2**20, "max_bytes": 2**30}
+        monkeypatch.setattr(engine_state, "_read_tiers", lambda host: {"host": sizes})
+        monkeypatch.setattr(engine_state, "_where", lambda host, key: ["host", "disk"])
+        browser.until(lambda: "also on the host and the disk" in browser.text("#tree"))
+        assert not browser.run(hidden)
+        assert browser.text("#tiers") == "Kept on the host: 1.0\xa0MiB of 1.0\xa0GiB."
 
 
 def test_what_a_model_says_is_text_and_chat_shows_its_thoughts(
