@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import platform
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -11,18 +13,7 @@ from typing import Any
 import jax
 
 import dsv4_jax
-from dsv4_jax.cli import (
-    batch,
-    bench,
-    convert,
-    evaluate,
-    generate,
-    plan,
-    quick_start,
-    serve,
-    sweep,
-    verify,
-)
+from dsv4_jax.cli import quick_start
 from dsv4_jax.cli.arguments import Parser
 from dsv4_jax.cli.ending import run_to_status
 from dsv4_jax.cli.environment import prepare_jax
@@ -32,17 +23,17 @@ from dsv4_jax.runtime import use_compilation_cache
 from dsv4_jax.standard_streams import takes_answers
 
 _COMMANDS = {
-    "generate": (generate, "Completes prompts, from a small checkpoint or from one that is named."),
-    "serve": (serve, "Answers HTTP clients of OpenAI's and Anthropic's protocols."),
-    "batch": (batch, "Answers a file of requests in OpenAI's batch format; resumable."),
-    "plan": (plan, "Prints what a cache and the weights take, and what fits one GPU or several."),
-    "bench": (bench, "Times decode steps, prefill and single ops at a model's real shapes."),
-    "verify": (verify, "Checks a checkpoint, and every row of a live cache that serves it."),
-    "evaluate": (evaluate, "Measures held-out loss, and what an idea changes of it."),
-    "sweep": (sweep, "Measures ideas by contexts: loss, decode steps and memory."),
-    "convert": (convert, "Converts a checkpoint to the release's FP8 and FP4, or to BF16."),
+    "generate": "Completes prompts, from a small checkpoint or from one that is named.",
+    "serve": "Answers HTTP clients of OpenAI's and Anthropic's protocols.",
+    "batch": "Answers a file of requests in OpenAI's batch format; resumable.",
+    "plan": "Prints what a cache and the weights take, and what fits one GPU or several.",
+    "bench": "Times decode steps, prefill and single ops at a model's real shapes.",
+    "verify": "Checks a checkpoint, and every row of a live cache that serves it.",
+    "evaluate": "Measures held-out loss, and what an idea changes of it.",
+    "sweep": "Measures ideas by contexts: loss, decode steps and memory.",
+    "convert": "Converts a checkpoint to the release's FP8 and FP4, or to BF16.",
 }
-"""Modules by name, each with its summary: docstrings are gone under `python -OO`."""
+"""Summaries by name, which is a module's too; docstrings are gone under `python -OO`."""
 
 _ANSWER_ELSEWHERE = {"serve", "batch"}
 """Commands that write nothing on standard output."""
@@ -61,8 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_to_status("dsv4-jax", lambda: _run(argv))
 
 
-def make_parser() -> Parser:
-    """The parser of all commands."""
+def make_parser(only: str | None = None) -> Parser:
+    """The parser of all commands.
+
+    Args:
+      only: the command whose arguments are added, so that modules of others are not imported; None
+        adds those of all.
+    """
     parser = Parser(prog="dsv4-jax", description="DeepSeek-V4 inference in JAX.")
     versions = f"jax {jax.__version__}, Python {platform.python_version()}"
     parser.add_argument(
@@ -72,20 +68,27 @@ def make_parser() -> Parser:
         help="show the versions of this program, of jax and of Python",
     )
     commands = parser.add_subparsers(dest="command")
-    for name, (module, summary) in _COMMANDS.items():
-        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+    for name, summary in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        if only in (None, name):
+            _module_of(name).add_arguments(command)
     return parser
 
 
+def _module_of(command: str) -> Any:
+    return importlib.import_module(f"{__name__}.{command}")
+
+
 def _run(argv: Sequence[str] | None) -> int:
-    parser = make_parser()
-    args: Any = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = make_parser(next((word for word in words if word in _COMMANDS), ""))
+    args: Any = parser.parse_args(words)
     if args.command is None or (args.command == "bench" and args.what is None):
         parser.parse_args([*filter(None, [args.command]), "--help"])
     warnings.formatwarning = _format_warning
     with contextlib.suppress(ValueError):  # there is no home for it
         use_compilation_cache()
-    command, _ = _COMMANDS[str(args.command)]
+    command = _module_of(str(args.command))
 
     def run() -> int:
         settle_first(args)

@@ -191,6 +191,25 @@ def test_help_describes_every_option_and_shows_its_default(command):
         assert "PosixPath" not in shown
 
 
+def test_a_command_imports_no_other():
+    """Help comes at once, and a command does not wait for what it does not run."""
+    code = (
+        "import sys; from dsv4_jax import cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "print(*sorted({m.split('.')[2] for m in sys.modules if m.startswith('dsv4_jax.cli.')}))"
+    )
+    for words, found in (
+        ([], set()),
+        (["plan", "--help"], {"plan"}),
+        (["verify", "--x"], {"verify"}),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT
+        )
+        assert set(done.stdout.splitlines()[-1].split()) & cli._COMMANDS.keys() == found
+
+
 def test_commands_have_summaries_without_docstrings(monkeypatch):
     """`python -OO` drops docstrings."""
     for module in (cli, cli.bench, cli.convert, cli.generate, cli.plan, cli.verify):
