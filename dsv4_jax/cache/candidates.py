@@ -17,9 +17,13 @@ import jax.numpy as jnp
 import pallas_kernels as pk
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.config.sources import Candidates
+from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.chunks import map_tokens
 from pallas_kernels.index_scores import listed_scores
 from pallas_kernels.select_top_k.reference import select_top_k
+
+_OF_TOKENS = ("segment_ids", "slots", "positions", "lengths")
+"""Fields of a call that have a value for each token."""
 
 
 def count_blocks(max_entries: int, candidates: Candidates | None) -> int:
@@ -84,8 +88,7 @@ def select_and_limit(
     k = min(handle.schema.indexer_top_k, handle.max_entries)
 
     def select(some: dict[str, jax.Array], _: jax.Array) -> jax.Array:
-        visible = some["visible"]
-        call = dataclasses.replace(handle.call, segment_ids=some["segment_ids"], visible=visible)
+        visible, call = some["visible"], _call_of(handle, some)
         scores = pk.index_scores(some["queries"], some["weights"], handle.stored_index_keys, call)
         selected = pk.select_top_k(scores, visible, k)
         blocks = best_blocks(scores, visible, candidates, select=pk.select_top_k)
@@ -120,8 +123,7 @@ def select_inside(
     def select(some: dict[str, jax.Array], _: jax.Array) -> jax.Array:
         listed = entries_of_blocks(some["blocks"], some["visible"], candidates.block_size)
         count = jnp.sum(listed >= 0, axis=1, dtype=jnp.int32)  # the first ones, as blocks ascend
-        call = dataclasses.replace(handle.call, segment_ids=some["segment_ids"])
-        pool = handle.stored_index_keys
+        call, pool = _call_of(handle, some), handle.stored_index_keys
         scores = listed_scores(some["queries"], some["weights"], pool, call, listed)
         places = pk.select_top_k(scores, count, k)
         found = jnp.take_along_axis(listed, jnp.maximum(places, 0), axis=1)
@@ -129,6 +131,13 @@ def select_inside(
 
     found = _map(handle, select, queries, weights, width, blocks=blocks)
     return _widen(found, handle.schema.indexer_top_k)
+
+
+def _call_of(handle: LayerCacheHandle, some: dict[str, jax.Array]) -> CallIndices:
+    """The call, of some of its tokens."""
+    return dataclasses.replace(
+        handle.call, **{name: some[name] for name in (*_OF_TOKENS, "visible")}
+    )
 
 
 def _map(
@@ -142,8 +151,8 @@ def _map(
     arrays = {
         "queries": queries,
         "weights": weights,
-        "segment_ids": handle.call.segment_ids,
         "visible": handle.visible_entries,
+        **{name: getattr(handle.call, name) for name in _OF_TOKENS},
         **more,
     }
     return map_tokens(select, arrays, elements_per_token=num_keys)

@@ -1,6 +1,7 @@
 """DeepSeek-V4.1 on a cache: any way of cutting a prompt into calls gives the oracle's logits."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 import subprocess
@@ -13,7 +14,8 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.config.idea import Idea
-from helpers.v41_cache import SLOTS, call_of, model, recorded, run
+from helpers.v41_cache import CONTEXT, SIZE, SLOTS, call_of, fresh, model, recorded, run
+from pallas_kernels.common import chunks
 
 pytestmark = pytest.mark.unoptimised
 
@@ -50,6 +52,17 @@ def test_every_cutting_gives_the_logits_of_the_oracle_and_the_same_bits(cache_fo
         assert np.mean(off.max(-1) < 1e-3) > 0.9
     for other in runs[1:]:
         np.testing.assert_array_equal(other, runs[0])
+
+
+def test_selections_in_chunks_of_tokens_are_the_same(monkeypatch):
+    """As those of many tokens of long requests are, whose scores would not fit at once."""
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 3 * CONTEXT)
+    config, params = model()
+    prefill = jax.jit(functools.partial(ds.prefill, config=config, all_logits=True))
+    wanted = recorded("tiny")
+    tokens = wanted["token_ids"][0][:SIZE]
+    _, logits = prefill(params, fresh(config), call_of([(1, tokens)]))
+    assert np.abs(np.asarray(logits) - wanted["logits"][0][:SIZE]).max() < CLOSE
 
 
 def test_requests_beside_each_other_are_as_alone():
