@@ -1,0 +1,30 @@
+"""Workers of pytest-xdist take whole rooms, whose files share programs that each would compile.
+
+`--dist loadfile` hands out file by file otherwise, and two workers then trace, lower and load the
+programs of a room each for itself.
+"""
+
+import functools
+import pathlib
+
+from xdist.scheduler import LoadFileScheduling
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+class WholeRooms(LoadFileScheduling):
+    """As `LoadFileScheduling`, of rooms."""
+
+    def _split_scope(self, nodeid):
+        return room_of(super()._split_scope(nodeid))
+
+
+@functools.cache
+def room_of(file):
+    """What is handed out together with a file: its room's files whose marker is the same.
+
+    Folders of packages are rooms; a file beside them stands alone.
+    """
+    room = "/".join(file.split("/")[:3])  # tests/dsv4_jax/serving, tests/pallas_kernels/mix
+    is_unoptimised = "mark.unoptimised" in (ROOT / file).read_text()
+    return f"{room}, unoptimised" if is_unoptimised else room
