@@ -20,7 +20,7 @@ from helpers import gpu_results, quick_interpreter
 PROGRAMS = "DSV4_TEST_PROGRAMS"
 """Tells the workers of a run where it keeps compiled programs."""
 TUNABLES = "glibc.malloc.tcache_count=60000:glibc.malloc.tcache_max=4096"
-"""Of workers. Compilers allocate small objects all the time; glibc keeps seven of a size at hand."""
+"""Of workers. Compilers allocate small objects all the time, and glibc keeps seven of a size."""
 MAX_MAPPINGS = 40_000
 """At the end of a file, of memory; beyond them compiled programs are dropped."""
 

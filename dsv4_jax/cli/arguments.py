@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import pathlib
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -277,6 +278,15 @@ def chosen_mesh(args: argparse.Namespace) -> Mesh | None:
             f"{data * model} makes as many"
         )
     return make_mesh(data, model)
+
+
+def add_corpus(parser: argparse.ArgumentParser) -> None:
+    """Adds `--corpus`, which texts losses and routers are looked at with."""
+    parser.add_argument(
+        "--corpus",
+        type=pathlib.Path,
+        help="a file of dsv4_jax.training.corpus; if not given, this Python's own documentation",
+    )
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, *, words_after: str | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import pathlib
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from dsv4_jax.bench.results import Output
 from dsv4_jax.bench.routing_laws import expected_experts
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.load import load_checkpoint
-from dsv4_jax.cli.arguments import add_checkpoint, add_follow_links
+from dsv4_jax.cli.arguments import add_checkpoint, add_corpus, add_follow_links
 from dsv4_jax.cli.memory import check_weights_memory
 from dsv4_jax.cli.output_files import output_file
 from dsv4_jax.cli.values import whole
@@ -29,11 +28,7 @@ _EXPONENTS = (0.5, 1.0)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     add_checkpoint(parser)
-    parser.add_argument(
-        "--corpus",
-        type=pathlib.Path,
-        help="a file of dsv4_jax.training.corpus; if not given, this Python's own documentation",
-    )
+    add_corpus(parser)
     parser.add_argument("--length", type=whole(16, 2**16), default=512, help="tokens of a text")
     parser.add_argument("--texts", type=whole(1, 2**16), default=8, help="texts to run")
     parser.add_argument("--rows", type=whole(1, 16), default=6, help="the most neighbouring rows")

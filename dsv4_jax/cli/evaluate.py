@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import pathlib
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from dsv4_jax.bench.results import write_json
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.load import load_checkpoint
-from dsv4_jax.cli.arguments import add_checkpoint, add_follow_links, find_named
+from dsv4_jax.cli.arguments import add_checkpoint, add_corpus, add_follow_links, find_named
 from dsv4_jax.cli.memory import check_weights_memory
 from dsv4_jax.cli.output_files import output_file
 from dsv4_jax.cli.values import whole, wholes
@@ -49,11 +48,7 @@ _MAX_KEPT_BYTES = 2**30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     add_checkpoint(parser)
-    parser.add_argument(
-        "--corpus",
-        type=pathlib.Path,
-        help="a file of dsv4_jax.training.corpus; if not given, this Python's own documentation",
-    )
+    add_corpus(parser)
     parser.add_argument("--length", type=whole(2), default=1024, help="tokens of a row")
     parser.add_argument(
         "--rows", type=whole(2, 2**20), help="rows to measure; if not given, all there are"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dsv4_jax.serving.schedule.known_tokens import KnownTokens
+from dsv4_jax.serving.schedule.running import Running
 from dsv4_jax.serving.schedule.scheduler import StepPlan
 from dsv4_jax.serving.sizing import EnginePlan
 
@@ -22,6 +24,12 @@ class IdleStep(NamedTuple):
     plan: StepPlan
     is_simple: bool = False
     only_trunk: bool = False
+
+    def nobody(self) -> Running:
+        """The requests that it serves, none."""
+        nobody = Running({}, KnownTokens(0, 0))
+        nobody.is_simple = self.is_simple
+        return nobody
 
 
 def idle_steps(engine: EnginePlan, *, has_both_forms: bool, simplifies: bool) -> list[IdleStep]:

@@ -31,7 +31,6 @@ from dsv4_jax.serving.device.step_result import StepResult
 from dsv4_jax.serving.metrics.metrics import UnitBytes
 from dsv4_jax.serving.requests.grammars import Grammars
 from dsv4_jax.serving.requests.request import sampling_on_device
-from dsv4_jax.serving.schedule.known_tokens import KnownTokens
 from dsv4_jax.serving.schedule.running import Running
 from dsv4_jax.serving.schedule.scheduler import RowPlan, StepPlan
 from dsv4_jax.serving.schedule.snapshot_policy import Boundary
@@ -293,9 +292,8 @@ class StepRunner:
         blocks = self._shards * self.plan.num_blocks if self._engine_plan.options.debug else None
         width = self.cache.block_table.shape[1]
         changes = idle_changes(self._num_slots, width, num_blocks=blocks)
-        has_both_forms = self._activations != self._prefill_activations
-        kinds = {"has_both_forms": has_both_forms, "simplifies": self.simplifies}
-        steps = idle_steps(self._engine_plan, **kinds)
+        has_both = self._activations != self._prefill_activations
+        steps = idle_steps(self._engine_plan, has_both_forms=has_both, simplifies=self.simplifies)
         try:
             for step in steps:
                 self._idle(step, only_compiles=True)
@@ -326,8 +324,7 @@ class StepRunner:
         return plan.is_plain or (self._engine_plan.plain_size is None and not plan.holds_prompts)
 
     def _idle(self, step: IdleStep, *, only_compiles: bool = False) -> None:
-        nobody, lengths = Running({}, KnownTokens(0, 0)), np.zeros(self._num_slots, np.int32)
-        nobody.is_simple = step.is_simple
+        nobody, lengths = step.nobody(), np.zeros(self._num_slots, np.int32)
         self.bring_masks(step.plan.rows, nobody)
         launch = self._prepare(step.plan, nobody, lengths, only_trunk=step.only_trunk)
         if only_compiles:
