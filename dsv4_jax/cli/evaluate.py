@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import pathlib
 from typing import Any
 
 import jax.numpy as jnp
