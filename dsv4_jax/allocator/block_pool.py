@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,13 +59,26 @@ class BlockPool:
         Returns:
           Of each part, blocks that no request would hold; below 0 where there are too few.
         """
-        parts, unused = len(self.free_of_part), self._tree.unused_of_part.tolist()
-        for node in chain:
-            unused[self._tree.part_of(node)] -= not node.users
+        parts = len(self.free_of_part)
+        # Who uses a node uses its parents: those without a user are the last ones.
+        used = bisect.bisect_left(chain, True, key=lambda node: not node.users)
+
+        def of_part(part: int, start: int, stop: int) -> int:
+            return len(range(start + (part - start) % parts, stop, parts))
+
         return [
-            len(free) + unused[part] - len(range(first + (part - first) % parts, end, parts))
+            len(free)
+            + self._tree.unused_of_part[part]
+            - of_part(part, used, len(chain))
+            - of_part(part, first, end)
             for part, free in enumerate(self.free_of_part)
         ]
+
+    def has_beside(self, logical: int, num_blocks: int) -> bool:
+        """Whether the b-th block of a sequence can be taken, and so many be left of all."""
+        part = logical % len(self.free_of_part)
+        has_one = self.free_of_part[part] or self._tree.unused_of_part[part]
+        return bool(has_one) and self.num_free > num_blocks
 
     def shortage(self, chain: Sequence[PrefixNode], first: int, end: int) -> str:
         """What is missing for a request that takes blocks as of `left_beside`; "" is nothing."""
@@ -94,6 +108,19 @@ class BlockPool:
         assert self.owners[block] > 0
         self.owners[block] += 1
         return block
+
+    def hold_all(self, blocks: np.ndarray) -> None:
+        """One more owner of each of blocks i32[n] that have some, none twice."""
+        assert (self.owners[blocks] > 0).all()
+        self.owners[blocks] += 1
+
+    def drop_all(self, blocks: np.ndarray) -> None:
+        """One owner less of each of blocks i32[n], none twice; the last one is free first."""
+        assert (self.owners[blocks] > 0).all()
+        self.owners[blocks] -= 1
+        for block in blocks[self.owners[blocks] == 0][::-1].tolist():
+            self.free_of_part[block // self._size].append(block)
+            self.freed.add(block)
 
     def drop(self, block: int) -> None:
         """One owner less; a block without any is free."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from dsv4_jax.allocator.block_contents import HashedTokens
 from dsv4_jax.allocator.ledger import Ledger
 from dsv4_jax.allocator.manager import KVCacheManager
 from dsv4_jax.allocator.pending_changes import idle_changes
@@ -106,7 +107,7 @@ class DataShards:
     def choose(
         self,
         max_tokens: int,
-        token_ids: np.ndarray | None,
+        token_ids: np.ndarray | HashedTokens | None,
         salt: bytes,
         *,
         spare_blocks: Sequence[int],
@@ -140,7 +141,13 @@ class DataShards:
 
         return max(fitting, key=room)
 
-    def admit(self, shard: int, max_tokens: int, token_ids: np.ndarray | None, salt: bytes) -> int:
+    def admit(
+        self,
+        shard: int,
+        max_tokens: int,
+        token_ids: np.ndarray | HashedTokens | None,
+        salt: bytes,
+    ) -> int:
         """`KVCacheManager.admit` on a shard; the slot's number among all."""
         own = self.managers[shard].admit(max_tokens, token_ids, salt)
         return shard * self._num_slots + own

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
+import heapq
 import itertools
 import json
 import logging
@@ -20,11 +21,13 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from dsv4_jax.allocator.block_contents import BlockContent
 from dsv4_jax.allocator.page_files import (
+    NO_PARENT,
     DamagedFileError,
     StoredPage,
     disk_bytes,
@@ -32,9 +35,10 @@ from dsv4_jax.allocator.page_files import (
     proof_of,
     read_name,
     read_page,
+    read_parent,
     write_page,
 )
-from dsv4_jax.allocator.prefix_tree import BlockContent
+from dsv4_jax.cache.row_sums import as_halves
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +47,8 @@ RETRY_S = 60.0
 """After a write that failed nothing is written for so long."""
 REFRESH_S = 10.0
 """Who only reads looks so often what has been written."""
+MOST_SHOWN = 1024
+"""Blocks of which it is known what comes before them, for whoever wants to look."""
 _EVICTED_SHARE = 64
 """Where pages must give way, an n-th of all do, so that looking for the oldest is rare."""
 
@@ -78,6 +84,7 @@ class DiskTier:
         self.num_bytes = 0
         self._pages: dict[tuple[str, bytes], StoredPage] = {}
         self._others: dict[pathlib.Path, StoredPage] = {}
+        self._shown: dict[bytes, StoredPage] = {}
         self._refused: set[pathlib.Path] = set()
         self._warned: set[str] = set()
         self._changing = threading.Lock()
@@ -91,6 +98,7 @@ class DiskTier:
             self.is_writer = self._try_to_write_shape(text)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "disk-cache")
         self._look()
+        self._show()
 
     @property
     def num_pages(self) -> int:
@@ -105,6 +113,10 @@ class DiskTier:
         """The page of that content; its proof is compared, and all of it when it is read."""
         page = self._pages.get((of, content.key))
         return page if page is not None and page.proof == proof_of(content, parent) else None
+
+    def latest(self) -> list[StoredPage]:
+        """Blocks that were used last, of which it is known what comes before them."""
+        return [page for page in list(self._shown.values()) if page.parent is not None]
 
     def write(
         self,
@@ -132,7 +144,7 @@ class DiskTier:
             return False
         proof = proof_of(content, parent)
         path = path_of(self._folder, of, content.key, proof)
-        page = StoredPage(of, content.key, proof, path, size, stamp)
+        page = StoredPage(of, content.key, proof, path, size, stamp, parent or NO_PARENT)
         try:
             self._make_room(size)
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -146,17 +158,18 @@ class DiskTier:
             self._pages[of, content.key] = page
             self.num_bytes += size
             self.stored_bytes += data.nbytes
+            self._add_shown([page])
         return True
 
-    def read(self, page: StoredPage, num_bytes: int) -> tuple[np.ndarray, int]:
-        """In a thread: the data of a page, and its checksum.
+    def read(self, page: StoredPage, data: np.ndarray, sums: np.ndarray) -> None:
+        """In a thread: fills u8[n] with the data of a page, and u32[2] with its checksum.
 
         Raises:
           OSError: it has gone, or cannot be read.
           DamagedFileError: it is not what it should be.
         """
         try:
-            return read_page(page, self.shape, num_bytes)
+            sums[:] = as_halves(read_page(page, self.shape, data))
         except (OSError, DamagedFileError) as error:
             if not isinstance(error, FileNotFoundError):
                 self.damaged += 1
@@ -176,19 +189,21 @@ class DiskTier:
             page.stamp = now - 1000 * number
         if self.is_writer:
             self._later(_touch, listed)
+        self._later(self._show, listed[:MOST_SHOWN])
 
     def refresh(self) -> None:
         """Looks what another process has written, in time, if that was not done just now."""
         if not self.is_writer and time.monotonic() > self._looked_s + REFRESH_S:
             self._looked_s = time.monotonic()
             self._later(self._look)
+            self._later(self._show)
 
     def damaged_files(self, sizes: Mapping[str, int]) -> list[str]:
         """What is wrong with files of this shape, all of which are read; the sizes are of data."""
         found = []
         for page in list(self._pages.values()):
             try:
-                read_page(page, self.shape, sizes[page.of])
+                read_page(page, self.shape, np.empty(sizes[page.of], np.uint8))
             except DamagedFileError as error:
                 found.append(str(error))
             except OSError as error:
@@ -263,8 +278,33 @@ class DiskTier:
             self._warn("look", f"its files cannot be listed: {error}")
         with self._changing:
             self._pages, self._others = pages, others
+            of_blocks = {key: page for (of, key), page in pages.items() if of == "blocks"}
+            self._shown = {
+                key: page for key, page in self._shown.items() if of_blocks.get(key) is page
+            }
             every = (*pages.values(), *others.values())
             self.num_bytes = sum(page.num_bytes for page in every)
+
+    def _show(self, used: Sequence[StoredPage] | None = None) -> None:
+        """Looks what comes before blocks that were used, or before those that were used last."""
+        if used is None:
+            blocks = (page for page in self._pages.values() if page.of == "blocks")
+            used = heapq.nlargest(MOST_SHOWN, blocks, key=lambda page: page.stamp)
+        for page in used:
+            if page.parent is None and page.of == "blocks":
+                with contextlib.suppress(OSError):
+                    read_parent(page)
+        with self._changing:
+            self._add_shown([page for page in reversed(used) if page.of == "blocks"])
+
+    def _add_shown(self, pages: Iterable[StoredPage]) -> None:
+        """These are listed last; the first ones are left out where they are too many."""
+        for page in pages:
+            if page.of == "blocks" and self._pages.get((page.of, page.key)) is page:
+                self._shown.pop(page.key, None)
+                self._shown[page.key] = page
+        while len(self._shown) > MOST_SHOWN:
+            del self._shown[next(iter(self._shown))]
 
     def _make_room(self, size: int) -> None:
         missing = self.num_bytes + size - self.max_bytes
@@ -287,6 +327,8 @@ class DiskTier:
             is_there = self._pages.get((page.of, page.key)) is page
             if is_there:
                 del self._pages[page.of, page.key]
+                if self._shown.get(page.key) is page:
+                    del self._shown[page.key]
             if is_there or self._others.pop(page.path, None) is not None:
                 self.num_bytes -= page.num_bytes
         if self.is_writer:

@@ -1,8 +1,10 @@
 """HostTier: what the prefix tree let go, by content, in a bounded part of the host's memory.
 
-A page is a block or a snapshot, by the key of the prefix that ends with it. Which pages there are
-is this file's business; what fills and reads them is the caller's, who may do so in other threads:
-a page that somebody holds stays where it is.
+A page is a block or a snapshot, by the key of the prefix that ends with it. Pages that were copied
+together lie together, in a slab: one array, which comes, goes and gives way as a whole, so that the
+host's work is for slabs and not for pages. Which there are is this file's business; what fills and
+reads them is the caller's, who may do so in other threads: a slab that somebody holds stays where
+it is.
 """
 
 from __future__ import annotations
@@ -11,164 +13,243 @@ import collections
 import concurrent.futures
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from dsv4_jax.allocator.prefix_tree import BlockContent
+from dsv4_jax.allocator.block_contents import BlockContent
+from dsv4_jax.allocator.prefix_tree import Leaving
 from dsv4_jax.allocator.problem import Problem
-from dsv4_jax.cache.row_sums import sum_of_row
+from dsv4_jax.cache.row_sums import as_number, sum_of_row
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Page:
     """One block or snapshot.
 
     Attributes:
-      of: "blocks" or "snapshots".
+      slab: where it lies.
+      row: which row of it.
       content: key of the prefix up to its end, and the tokens of its last block.
       parent: key of the prefix without that block.
-      num_bytes: of its data.
-      data: u8[n], as `cache/packed_rows.py` lays it out, in whatever memory its filler chose; None
-        until it is filled.
-      checksum: of the data, as `cache/row_sums.py` has it, from where it was packed.
-      filling: what fills it, while it does.
-      holders: who fills or reads it now; it does not give way then.
       end: tokens of the prefix up to its end.
     """
 
-    of: str
+    slab: Slab
+    row: int
     content: BlockContent
     parent: bytes
+    end: int
+
+    @property
+    def of(self) -> str:
+        """Of its slab."""
+        return self.slab.of
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its data."""
+        return self.slab.row_bytes
+
+    @property
+    def checksum(self) -> int:
+        """Of its data, as `cache/row_sums.py` has it, from where it was packed."""
+        return as_number(self.slab.sums[self.row])
+
+
+@dataclasses.dataclass(eq=False)
+class Slab:
+    """Pages of one kind that came together.
+
+    Attributes:
+      of: "blocks" or "snapshots".
+      row_bytes: m, of one page.
+      pages: n, in order of rows; those that were dropped are left out.
+      num_bytes: of the data, until the last page has gone.
+      data: u8[n, m], rows as `cache/packed_rows.py` lays them out, in whatever memory its filler
+        chose; None until it is filled.
+      sums: u32[n, 2], checksums of the rows.
+      filling: what fills it, while it does.
+      holders: who fills or reads it now; it does not give way then.
+    """
+
+    of: str
+    row_bytes: int
+    pages: list[Page]
     num_bytes: int
     data: Any = None
-    checksum: int = 0
+    sums: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.uint32))
     filling: concurrent.futures.Future[None] | None = None
     holders: int = 0
-    end: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """That it has had from the beginning."""
+        return self.num_bytes // self.row_bytes
+
+    def rows(self) -> np.ndarray:
+        """The data, u8[n, m], on the host."""
+        data = self.data
+        # An array of JAX keeps what NumPy was given of it: that must not be this one, since where
+        # memory is pinned it is a second copy.
+        return np.asarray(data.addressable_data(0) if hasattr(data, "addressable_data") else data)
 
 
 class HostTier:
-    """Pages, the least recently used of which give way.
+    """Slabs of pages, the least recently used of which give way.
 
     Attributes:
-      max_bytes: of all pages together, never exceeded.
-      num_bytes: of the pages that are there.
-      evicted_bytes: of pages that gave way so far.
+      max_bytes: of all slabs together, never exceeded.
+      num_bytes: of the slabs that are there.
+      evicted_bytes: of slabs that gave way so far.
     """
 
     def __init__(self, max_bytes: int) -> None:
         """An empty one."""
         self.max_bytes = max_bytes
         self.num_bytes = self.evicted_bytes = 0
-        self._pages: collections.OrderedDict[tuple[str, bytes], Page] = collections.OrderedDict()
+        self._pages: dict[str, dict[bytes, Page]] = {"blocks": {}, "snapshots": {}}
+        self._slabs: collections.OrderedDict[Slab, None] = collections.OrderedDict()
 
     @property
     def num_pages(self) -> int:
         """Blocks and snapshots."""
-        return len(self._pages)
+        return sum(map(len, self._pages.values()))
+
+    @property
+    def slabs(self) -> list[Slab]:
+        """All of them, the least recently used first."""
+        return list(self._slabs)
 
     @property
     def pages(self) -> list[Page]:
-        """All of them, the least recently used first."""
-        return list(self._pages.values())
+        """All of them, in slabs, the most recently used first."""
+        return list(self._latest())
 
     def latest(self, count: int) -> list[Page]:
         """The pages that were used last, at most so many."""
-        return list(itertools.islice(reversed(self._pages.values()), count))
+        return list(itertools.islice(self._latest(), count))
 
     def has(self, of: str, key: bytes) -> bool:
         """Whether there is a page of that key, whatever its tokens are."""
-        return (of, key) in self._pages
+        return key in self._pages[of]
 
     def find(self, of: str, content: BlockContent, parent: bytes) -> Page | None:
         """The page of that content, which is compared: a collision of keys is a miss."""
-        page = self._pages.get((of, content.key))
+        page = self._pages[of].get(content.key)
         if page is None or page.content.tokens != content.tokens or page.parent != parent:
             return None
         return page
 
     def get(self, of: str, key: bytes) -> Page | None:
         """The page of that key, whatever its tokens are."""
-        return self._pages.get((of, key))
+        return self._pages[of].get(key)
 
-    def demote(self, page: Page) -> None:
+    def demote(self, slab: Slab) -> None:
         """The next to give way, if nobody holds it."""
-        if self.get(page.of, page.content.key) is page:
-            self._pages.move_to_end((page.of, page.content.key), last=False)
+        if slab in self._slabs:
+            self._slabs.move_to_end(slab, last=False)
 
-    def add(
-        self, of: str, content: BlockContent, parent: bytes, num_bytes: int, end: int = 0
-    ) -> Page | None:
-        """Room for a page, held once, which its caller fills.
+    def add(self, of: str, rows: Sequence[Leaving], row_bytes: int) -> Slab | None:
+        """Room for pages, held once, which the caller fills.
 
-        Others give way for it, the least recently used first. None if its key is there already,
-        which is then the last used, or if there is no room.
+        Others give way for it, the least recently used first. None if there is no room for all.
+
+        Args:
+          of: "blocks" or "snapshots".
+          rows: of pages that are not there.
+          row_bytes: of each.
         """
-        key = of, content.key
-        if key in self._pages:
-            self._pages.move_to_end(key)
-            return None
+        num_bytes = row_bytes * len(rows)
         if not self._make_room(num_bytes):
             return None
-        page = self._pages[key] = Page(of, content, parent, num_bytes, holders=1, end=end)
+        slab = Slab(of, row_bytes, [], num_bytes, holders=1)
+        slab.pages = [
+            Page(slab, row, one.content, one.parent, one.end) for row, one in enumerate(rows)
+        ]
+        self._pages[of].update({page.content.key: page for page in slab.pages})
+        self._slabs[slab] = None
         self.num_bytes += num_bytes
-        return page
+        return slab
 
-    def use(self, contents: Iterable[tuple[str, BlockContent]]) -> None:
-        """Pages of these contents, where they are there, are the last used, the last one last."""
-        for of, content in contents:
-            if (of, content.key) in self._pages:
-                self._pages.move_to_end((of, content.key))
+    def use(self, keys: Iterable[tuple[str, bytes]]) -> None:
+        """Pages of these keys, where they are there, are the last used, the last one last."""
+        used: dict[Slab, None] = {}
+        for of, key in keys:
+            page = self._pages[of].get(key)
+            if page is not None and next(reversed(used), None) is not page.slab:
+                used.pop(page.slab, None)
+                used[page.slab] = None
+        for slab in used:
+            self._slabs.move_to_end(slab)
 
-    def hold(self, pages: Iterable[Page]) -> None:
+    def hold(self, slabs: Sequence[Slab]) -> None:
         """Nobody takes these away until `let_go`, and they are the last used, the first last.
 
         A prefix gives way from its end, so that what is left of it can be used.
         """
-        for page in reversed(list(pages)):
-            page.holders += 1
-            self._pages.move_to_end((page.of, page.content.key))
+        for slab in reversed(slabs):
+            slab.holders += 1
+            if slab in self._slabs:
+                self._slabs.move_to_end(slab)
 
-    def let_go(self, pages: Iterable[Page]) -> None:
-        """Ends `hold`, or the first hold of a new page."""
-        for page in pages:
-            assert page.holders > 0
-            page.holders -= 1
+    def let_go(self, slabs: Iterable[Slab]) -> None:
+        """Ends `hold`, or the first hold of a new slab."""
+        for slab in slabs:
+            assert slab.holders > 0
+            slab.holders -= 1
 
     def drop(self, page: Page) -> None:
-        """Takes out a page that was not filled, or is damaged."""
-        if self._pages.get((page.of, page.content.key)) is page:
-            del self._pages[page.of, page.content.key]
-            self.num_bytes -= page.num_bytes
+        """Takes out a page that was not filled, or is damaged; with the last one its slab goes."""
+        if self._pages[page.of].get(page.content.key) is page:
+            del self._pages[page.of][page.content.key]
+            page.slab.pages.remove(page)
+            if not page.slab.pages:
+                self._remove(page.slab)
 
     def problems(self) -> list[Problem]:
         """What is wrong: sizes that do not add up, and filled pages of other bytes than came."""
-        found, total = [], sum(page.num_bytes for page in self._pages.values())
+        found, total = [], sum(slab.num_bytes for slab in self._slabs)
         if total != self.num_bytes or total > self.max_bytes:
-            message = f"pages have {total} bytes, counted are {self.num_bytes} of {self.max_bytes}"
+            message = f"slabs have {total} bytes, counted are {self.num_bytes} of {self.max_bytes}"
             found.append(Problem("owner", "host", message))
-        for page in self._pages.values():
-            if page.filling is None and sum_of_row(np.asarray(page.data)) != page.checksum:
-                where = f"host {page.of} {page.content.key.hex()}"
-                found.append(Problem("checksum", where, "its bytes are not those that came"))
+        for slab in self._slabs:
+            if slab.filling is not None:
+                continue
+            rows = slab.rows()
+            for page in slab.pages:
+                if sum_of_row(rows[page.row]) != page.checksum:
+                    where = f"host {page.of} {page.content.key.hex()}"
+                    found.append(Problem("checksum", where, "its bytes are not those that came"))
         return found
+
+    def _latest(self) -> Iterator[Page]:
+        for slab in reversed(self._slabs):
+            yield from slab.pages
 
     def _make_room(self, num_bytes: int) -> bool:
         """Whether so many bytes are free; only then has anything given way."""
         wanted, giving = self.num_bytes + num_bytes - self.max_bytes, []
         if num_bytes > self.max_bytes:
             return False
-        for page in self._pages.values():
+        for slab in self._slabs:
             if wanted <= 0:
                 break
-            if not page.holders:
-                giving.append(page)
-                wanted -= page.num_bytes
+            if not slab.holders:
+                giving.append(slab)
+                wanted -= slab.num_bytes
         if wanted > 0:
             return False
-        for page in giving:
-            self.drop(page)
-            self.evicted_bytes += page.num_bytes
+        for slab in giving:
+            for page in slab.pages:
+                del self._pages[page.of][page.content.key]
+            self._remove(slab)
+            self.evicted_bytes += slab.num_bytes
         return True
+
+    def _remove(self, slab: Slab) -> None:
+        del self._slabs[slab]
+        self.num_bytes -= slab.num_bytes
+        if not slab.holders:
+            slab.data = None  # whoever still knows one of its pages does not keep their bytes

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dsv4_jax import checks
+from dsv4_jax.allocator.block_contents import HashedTokens
 from dsv4_jax.allocator.block_pool import BlockPool
 from dsv4_jax.allocator.ledger import Ledger
 from dsv4_jax.allocator.pending_changes import PendingChanges
@@ -129,7 +130,7 @@ class KVCacheManager:
     def can_admit(
         self,
         max_tokens: int,
-        token_ids: np.ndarray | None = None,
+        token_ids: np.ndarray | HashedTokens | None = None,
         salt: bytes = b"",
         *,
         spare_blocks: int = 0,
@@ -146,7 +147,12 @@ class KVCacheManager:
         left = self._blocks.left_beside(chain, len(chain), needed)
         return bool(self._free_slots) and min(left) >= 0 and sum(left) >= spare_blocks
 
-    def admit(self, max_tokens: int, token_ids: np.ndarray | None = None, salt: bytes = b"") -> int:
+    def admit(
+        self,
+        max_tokens: int,
+        token_ids: np.ndarray | HashedTokens | None = None,
+        salt: bytes = b"",
+    ) -> int:
         """Gives a request a slot and every block it may need.
 
         Args:
@@ -243,8 +249,7 @@ class KVCacheManager:
         """
         self._check_held(slot)
         self.prefixes.end(slot)
-        for block in self.block_table[slot, : self._num_blocks_of(slot)][::-1]:
-            self._blocks.drop(int(block))
+        self._blocks.drop_all(self.block_table[slot, : self._num_blocks_of(slot)])
         self.block_table[slot] = -1
         self.length_tokens[slot] = 0
         self._free_slots.append(slot)
@@ -376,8 +381,9 @@ class KVCacheManager:
         self.length_tokens[slot] = length
         self.block_table[slot] = -1
         self.prefixes.start(slot, prefix)
-        for logical, block in enumerate(shared):
-            self.block_table[slot, logical] = self._blocks.hold(block)
+        blocks = np.array(shared, np.int32)
+        self._blocks.hold_all(blocks)
+        self.block_table[slot, : len(blocks)] = blocks
         self._take(slot, len(shared), needed)
         return slot
 
@@ -387,8 +393,8 @@ class KVCacheManager:
         self._pending.changed.add(slot)
 
 
-def _check_prefix(token_ids: np.ndarray | None, salt: bytes) -> None:
-    if token_ids is not None:
+def _check_prefix(token_ids: np.ndarray | HashedTokens | None, salt: bytes) -> None:
+    if token_ids is not None and not isinstance(token_ids, HashedTokens):
         checks.array("token_ids", token_ids, (None,))
     if not isinstance(salt, bytes):
         checks.refuse("salt", "bytes", salt)

@@ -16,13 +16,15 @@ import struct
 
 import numpy as np
 
-from dsv4_jax.allocator.prefix_tree import BlockContent
+from dsv4_jax.allocator.block_contents import BlockContent
 
 _MAGIC, _VERSION = b"DSV4PAGE", 1
 _HEADER = struct.Struct("<8sII16s16s16s16sQQ")
 """Magic, version, kind, shape, key, proof, parent, bytes of data, checksum of the row."""
 _DIGEST_BYTES = 32
 HEADER_BYTES = _HEADER.size + _DIGEST_BYTES
+NO_PARENT = bytes(16)
+"""In place of the key before a first block."""
 KINDS = ("blocks", "snapshots")
 _NAME = re.compile(r"([bs])([0-9a-f]{32})([0-9a-f]{32})")
 _UNIT = 4096
@@ -44,6 +46,7 @@ class StoredPage:
       path: of its file.
       num_bytes: that it takes on the disk.
       stamp: nanoseconds, of when it was last used; of a prefix the end is the oldest.
+      parent: key of the prefix before it, `NO_PARENT` for a first one; None until it was read.
     """
 
     of: str
@@ -52,6 +55,7 @@ class StoredPage:
     path: pathlib.Path
     num_bytes: int
     stamp: int
+    parent: bytes | None = None
 
 
 def proof_of(content: BlockContent, parent: bytes) -> bytes:
@@ -119,13 +123,13 @@ def write_page(
         raise
 
 
-def read_page(page: StoredPage, shape: bytes, num_bytes: int) -> tuple[np.ndarray, int]:
-    """The data u8[n] of a file, and the checksum that it had where it was packed.
+def read_page(page: StoredPage, shape: bytes, data: np.ndarray) -> int:
+    """Fills u8[n] with the data of a file; the checksum that it had where it was packed.
 
     Args:
       page: what it is.
       shape: 16 bytes, of whose pages it must be.
-      num_bytes: that the data must have.
+      data: of as many bytes as the page must have; filled with anything where it raises.
 
     Raises:
       FileNotFoundError: there is none.
@@ -135,9 +139,9 @@ def read_page(page: StoredPage, shape: bytes, num_bytes: int) -> tuple[np.ndarra
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with open(os.open(page.path, flags), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        if size != HEADER_BYTES + num_bytes:
-            _refuse(page, f"it has {size} bytes in place of {HEADER_BYTES + num_bytes}")
-        head, data = bytearray(HEADER_BYTES), np.empty(num_bytes, np.uint8)
+        if size != HEADER_BYTES + data.nbytes:
+            _refuse(page, f"it has {size} bytes in place of {HEADER_BYTES + data.nbytes}")
+        head = bytearray(HEADER_BYTES)
         for part in (head, data):
             rest = memoryview(part).cast("B")
             while len(rest):
@@ -145,7 +149,7 @@ def read_page(page: StoredPage, shape: bytes, num_bytes: int) -> tuple[np.ndarra
                 if not count:
                     _refuse(page, "it ends early")
                 rest = rest[count:]
-    magic, version, kind, its_shape, key, proof, _, _, checksum = _HEADER.unpack_from(head)
+    magic, version, kind, its_shape, key, proof, parent, _, checksum = _HEADER.unpack_from(head)
     if (magic, version) != (_MAGIC, _VERSION):
         _refuse(page, f"it begins with {bytes(head[:12])!r}")
     if its_shape != shape:
@@ -156,7 +160,21 @@ def read_page(page: StoredPage, shape: bytes, num_bytes: int) -> tuple[np.ndarra
     digest.update(data)
     if digest.digest() != head[_HEADER.size :]:
         _refuse(page, "its digest is wrong")
-    return data, checksum
+    page.parent = parent
+    return checksum
+
+
+def read_parent(page: StoredPage) -> None:
+    """Reads in the header of a file which page comes before it; nothing else is checked.
+
+    Raises:
+      OSError: it cannot be read.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(page.path, flags), "rb", buffering=0) as file:
+        head = file.read(_HEADER.size)
+    if len(head) == _HEADER.size:
+        page.parent = _HEADER.unpack(head)[6]
 
 
 def _refuse(page: StoredPage, why: str) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from dsv4_jax import checks
+from dsv4_jax.allocator.block_contents import BlockContent, HashedTokens
 from dsv4_jax.allocator.block_pool import BlockPool
 from dsv4_jax.allocator.pending_changes import PendingChanges
-from dsv4_jax.allocator.prefix_tree import BlockContent, PrefixNode, PrefixTree
+from dsv4_jax.allocator.prefix_tree import PrefixNode, PrefixTree
 
 
 @dataclasses.dataclass
@@ -54,20 +56,30 @@ class PrefixCache:
         """Slots of admitted requests."""
         return list(self._requests)
 
+    def hashed(self, token_ids: np.ndarray | HashedTokens, salt: bytes) -> HashedTokens:
+        """Tokens i32[n], each full block of which is hashed once; what is that already stays."""
+        if isinstance(token_ids, HashedTokens):
+            assert token_ids.salt == salt
+            return token_ids
+        return HashedTokens(token_ids, salt, self.tree.block_tokens)
+
     def find_resumable(
-        self, token_ids: np.ndarray | None, salt: bytes, max_tokens: int
+        self, token_ids: np.ndarray | HashedTokens | None, salt: bytes, max_tokens: int
     ) -> list[PrefixNode]:
         """The longest known prefix that ends at a snapshot, the last token left out."""
         if token_ids is None or not self.tree.num_snapshots:
             return []
-        chain = self.tree.match(token_ids[: min(max(len(token_ids) - 1, 0), max_tokens)], salt)
-        while chain and chain[-1].snapshot < 0:
-            chain.pop()
-        return chain
+        most = min(max(len(token_ids) - 1, 0), max_tokens)
+        chain = self.tree.match(self.hashed(token_ids, salt), most // self.tree.block_tokens)
+        length = len(chain)
+        while length and chain[length - 1].snapshot < 0:
+            length -= 1
+        return chain[:length]
 
-    def known_tokens(self, token_ids: np.ndarray, salt: bytes = b"") -> int:
+    def known_tokens(self, token_ids: np.ndarray | HashedTokens, salt: bytes = b"") -> int:
         """How many of these tokens, in whole blocks, the tree knows, resumable or not."""
-        return len(self.tree.match(token_ids, salt)) * self.tree.block_tokens
+        hashed = self.hashed(token_ids, salt)
+        return len(self.tree.match(hashed, hashed.num_blocks)) * self.tree.block_tokens
 
     def hit_tokens(self, slot: int) -> int:
         """Tokens that a request was admitted with."""
@@ -75,13 +87,14 @@ class PrefixCache:
 
     def is_resumable(self, slot: int, token_ids: np.ndarray) -> bool:
         """Whether the tree has a snapshot at the end of `token_ids`, whole blocks of a request."""
-        prefix, size, node = self.of(slot), self.tree.block_tokens, None
-        for logical in range(len(token_ids) // size):
-            if logical < len(prefix.chain):
-                node = prefix.chain[logical]
-                continue
+        prefix, size = self.of(slot), self.tree.block_tokens
+        num_blocks = len(token_ids) // size
+        first = min(len(prefix.chain), num_blocks)
+        node = prefix.chain[first - 1] if first else None
+        for logical in range(first, num_blocks):
             ids = token_ids[logical * size : (logical + 1) * size]
-            node = self.tree.find_child(node, BlockContent.after(node, ids, prefix.salt))
+            content = BlockContent.after(node.key if node else None, ids, prefix.salt)
+            node = self.tree.find_child(node, content)
             if node is None:
                 return False
         return node is not None and node.snapshot >= 0
@@ -100,8 +113,7 @@ class PrefixCache:
     def start(self, slot: int, prefix: RequestPrefix) -> None:
         """A request has got a slot, and uses the nodes of its prefix."""
         self._requests[slot] = prefix
-        for node in prefix.chain:
-            self.tree.use(node)
+        self.tree.use(*prefix.chain)
 
     def branch(self, slot: int, num_full: int) -> RequestPrefix:
         """What a fork of a request, with so many full blocks, has in common with the tree."""
@@ -114,8 +126,7 @@ class PrefixCache:
 
     def end(self, slot: int) -> None:
         """A request gives its slot back; what the tree knows of it stays."""
-        for node in reversed(self._requests.pop(slot).chain):
-            self.tree.leave(node)
+        self.tree.leave(*self._requests.pop(slot).chain)
 
     def share(self, slot: int, table_row: np.ndarray, token_ids: np.ndarray) -> None:
         """Makes full blocks of a request known.
@@ -133,7 +144,7 @@ class PrefixCache:
             parent = prefix.chain[-1] if prefix.chain else None
             block = int(table_row[logical])
             ids = token_ids[logical * size : (logical + 1) * size]
-            content = BlockContent.after(parent, ids, prefix.salt)
+            content = BlockContent.after(parent.key if parent else None, ids, prefix.salt)
             node = self.tree.find_child(parent, content)
             if node is None:
                 node = self.tree.insert(parent, content, block)
@@ -195,32 +206,34 @@ class PrefixCache:
         self.tree.demote_snapshot(node)
         return True
 
-    def bring_back(
-        self, parent: PrefixNode | None, content: BlockContent, logical: int
-    ) -> PrefixNode | None:
-        """A block of a known prefix that the caller will write, and uses until `leave`.
+    def bring_back(self, chain: list[PrefixNode], contents: Sequence[BlockContent]) -> list[int]:
+        """Blocks of a known prefix that the caller will write, and uses until `leave`.
 
         Args:
-          parent: the node before it, which the caller uses too.
-          content: of the block.
-          logical: its number in the prefix.
+          chain: nodes of all blocks before them, which the caller uses too; new ones are added.
+          contents: of the blocks, in order.
 
         Returns:
-          Its node; None if the key is another's, or if no block is free beside one for each
-          admitted request, which may need it meanwhile.
+          Where the first of them go, -1 for one that is there already. It ends where a key is
+          another's, or no block is free beside one for each admitted request, which may need it
+          meanwhile.
         """
-        node = self.tree.find_child(parent, content)
-        if node is None:
-            left = self._blocks.left_beside((), logical, logical + 1)
-            if min(left) < 0 or sum(left) < len(self._requests):
-                return None
-            block = self._blocks.take(logical)
-            node = self.tree.insert(parent, content, block)
+        tree, blocks, first = self.tree, self._blocks, len(chain)
+        rows: list[int] = []
+        parent = chain[-1] if chain else None
+        for logical, content in enumerate(contents, first):
+            node, row = tree.find_child(parent, content), -1
+            if node is not None:
+                tree.use(node)
+            elif not tree.has(content.key) and blocks.has_beside(logical, len(self._requests)):
+                row = blocks.take(logical)
+                node = tree.insert_used(parent, content, row)
             if node is None:
-                self._blocks.drop(block)
-                return None
-        self.tree.use(node)
-        return node
+                break
+            chain.append(node)
+            rows.append(row)
+            parent = node
+        return rows
 
     def drop_snapshot(self, place: int) -> None:
         """Gives back a place that no step has written."""

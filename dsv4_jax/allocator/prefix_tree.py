@@ -1,10 +1,8 @@
 """PrefixTree: which full blocks hold which tokens, who uses them, and which boundaries resume.
 
-A node is one full block of a sequence: its tokens, after those of its parents. Its key is a salted
-hash, chained over the prefix that ends with it, and its tokens are compared too, so that a
-collision is a miss and never a wrong hit. A request can resume at a node whose boundary has a
-snapshot; any other node only leads to those. Who uses a node uses its parents, so that nodes
-without a user are evicted leaves first.
+A node is one full block of a sequence: its tokens, after those of its parents. A request can resume
+at a node whose boundary has a snapshot; any other node only leads to those. Who uses a node uses
+its parents, so that nodes without a user are evicted leaves first.
 
 The tree says what was used least recently; the block pool owns the blocks.
 """
@@ -13,18 +11,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
 import heapq
 import itertools
+import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-_DIGEST_BYTES = 16
+from dsv4_jax.allocator.block_contents import BlockContent, HashedTokens
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class PrefixNode:
     """One full block of a known prefix.
 
@@ -57,19 +55,6 @@ class PrefixNode:
     snapshot_holds: int = 0
 
 
-class BlockContent(NamedTuple):
-    """One more block of a prefix; fields as in `PrefixNode`."""
-
-    key: bytes
-    tokens: bytes
-
-    @classmethod
-    def after(cls, parent: PrefixNode | None, token_ids: np.ndarray, salt: bytes) -> BlockContent:
-        """Tokens i32[n] of the block after `parent`, or of a first one."""
-        tokens = _token_bytes(token_ids)
-        return cls(_chain(parent.key if parent else _root_key(salt), tokens), tokens)
-
-
 class Leaving(NamedTuple):
     """A block or a snapshot that has left the tree, and whose row is still what it was.
 
@@ -95,18 +80,6 @@ class Leaving(NamedTuple):
         return cls(of, row, BlockContent(node.key, node.tokens), parent, node.end)
 
 
-def contents_of(
-    token_ids: np.ndarray, salt: bytes, block_tokens: int
-) -> Iterator[tuple[BlockContent, bytes]]:
-    """Each full block of a sequence, and the key of the prefix before it; b"" is no prefix."""
-    key, parent = _root_key(salt), b""
-    for start in range(0, len(token_ids) // block_tokens * block_tokens, block_tokens):
-        tokens = _token_bytes(token_ids[start : start + block_tokens])
-        key = _chain(key, tokens)
-        yield BlockContent(key, tokens), parent
-        parent = key
-
-
 class PrefixTree:
     """Full blocks by content, and the snapshots of their boundaries.
 
@@ -117,7 +90,7 @@ class PrefixTree:
       num_evicted_snapshots: snapshots that gave way to others.
       leaving: what has given way since somebody emptied the list; None if nobody wants to know.
       unused: nodes that lost their last user since then, the end of a prefix first; None likewise.
-      unused_of_part: i32[n], nodes without a user, by the part of the blocks that theirs is of.
+      unused_of_part: nodes without a user, by the part of the blocks that theirs is of.
     """
 
     def __init__(self, block_tokens: int, num_snapshots: int, block_parts: int = 1) -> None:
@@ -131,7 +104,7 @@ class PrefixTree:
         self.block_tokens = block_tokens
         self.num_snapshots = num_snapshots
         self._nodes: dict[bytes, PrefixNode] = {}
-        self.unused_of_part = np.zeros(block_parts, np.int32)
+        self.unused_of_part = [0] * block_parts
         self._free_snapshots = list(range(num_snapshots - 1, -1, -1))
         self._snapshots: collections.OrderedDict[int, PrefixNode] = collections.OrderedDict()
         self.snapshot_generations = np.zeros(num_snapshots, np.int32)
@@ -140,11 +113,14 @@ class PrefixTree:
         self._clock = itertools.count(1)
         self.leaving: list[Leaving] | None = None
         self.unused: list[PrefixNode] | None = None
+        self._matched: weakref.WeakKeyDictionary[HashedTokens, list[PrefixNode]]
+        self._matched = weakref.WeakKeyDictionary()
 
     @property
     def num_unused(self) -> int:
         """Nodes without a user; all of them can be evicted."""
-        return int(self.unused_of_part.sum())
+        counts = self.unused_of_part
+        return counts[0] if len(counts) == 1 else sum(counts)
 
     @property
     def num_nodes(self) -> int:
@@ -182,28 +158,35 @@ class PrefixTree:
         """The part of the blocks that a node's is of."""
         return (node.end // self.block_tokens - 1) % len(self.unused_of_part)
 
-    def match(self, token_ids: np.ndarray, salt: bytes) -> list[PrefixNode]:
+    def match(self, tokens: HashedTokens, num_blocks: int) -> list[PrefixNode]:
         """The known nodes that a sequence starts with.
 
+        What was found before is looked at again from its end: who is still there has its parents.
+
         Args:
-          token_ids: i32[n], of which full blocks count.
-          salt: sequences of different salts never match.
+          tokens: of the sequence.
+          num_blocks: full blocks of it that count.
 
         Returns:
           Nodes from the first block on, whether or not they can be resumed at.
         """
-        chain: list[PrefixNode] = []
-        parent, key = None, _root_key(salt)
-        for number in range(len(token_ids) // self.block_tokens):
-            start = number * self.block_tokens
-            tokens = _token_bytes(token_ids[start : start + self.block_tokens])
-            key = _chain(key, tokens)
-            node = self._nodes.get(key)
-            if node is None or node.tokens != tokens or node.parent is not parent:
+        chain = self._matched.get(tokens)
+        if chain is None:
+            chain = self._matched[tokens] = []
+        while chain and not chain[-1].is_kept:
+            chain.pop()
+        num_blocks = min(num_blocks, tokens.num_blocks)
+        while len(chain) < num_blocks:
+            content = tokens.upto(len(chain) + 1)[len(chain)]
+            node = self.find_child(chain[-1] if chain else None, content)
+            if node is None:
                 break
             chain.append(node)
-            parent = node
-        return chain
+        return chain[:num_blocks]
+
+    def has(self, key: bytes) -> bool:
+        """Whether a node has that key, whatever its tokens are."""
+        return key in self._nodes
 
     def find_child(self, parent: PrefixNode | None, content: BlockContent) -> PrefixNode | None:
         """The node of one more block after `parent`, if the tree has it."""
@@ -218,34 +201,54 @@ class PrefixTree:
         """Adds one more block after `parent`, without a user; None if its key is another's."""
         if content.key in self._nodes:
             return None
-        end = (parent.end if parent else 0) + self.block_tokens
-        node = PrefixNode(content.key, parent, content.tokens, block, end)
-        self._nodes[content.key] = node
+        node = self._insert(parent, content, block, 0)
         self.unused_of_part[self.part_of(node)] += 1
-        if parent is not None:
-            parent.num_children += 1
-        self._touch(node)
         self._offer(node)
         return node
 
-    def use(self, node: PrefixNode) -> None:
-        """Counts one more user."""
-        self.unused_of_part[self.part_of(node)] -= node.users == 0
-        node.users += 1
-        self._touch(node)
-        if node.snapshot >= 0:
-            self._snapshots.move_to_end(node.snapshot)
-            node.is_demoted = False
+    def insert_used(
+        self, parent: PrefixNode | None, content: BlockContent, block: int
+    ) -> PrefixNode:
+        """`insert` and `use`, of a key that is not there."""
+        return self._insert(parent, content, block, 1)
 
-    def leave(self, node: PrefixNode) -> None:
-        """Counts one user less."""
-        assert node.users > 0
-        node.users -= 1
-        self.unused_of_part[self.part_of(node)] += node.users == 0
-        self._touch(node)
-        self._offer(node)
-        if self.unused is not None and not node.users:
-            self.unused.append(node)
+    def _insert(
+        self, parent: PrefixNode | None, content: BlockContent, block: int, users: int
+    ) -> PrefixNode:
+        end = (parent.end if parent else 0) + self.block_tokens
+        node = PrefixNode(content.key, parent, content.tokens, block, end, users)
+        self._nodes[content.key] = node
+        if parent is not None:
+            parent.num_children += 1
+        node.last_used = next(self._clock)
+        return node
+
+    def use(self, *chain: PrefixNode) -> None:
+        """Counts one more user of nodes, parents first."""
+        clock = self._clock
+        for node in chain:
+            if not node.users:
+                self.unused_of_part[self.part_of(node)] -= 1
+            node.users += 1
+            node.last_used = next(clock)
+            if node.snapshot >= 0:
+                self._snapshots.move_to_end(node.snapshot)
+                node.is_demoted = False
+
+    def leave(self, *chain: PrefixNode) -> None:
+        """Counts one user less of nodes, parents first; those are the last used."""
+        clock, left = self._clock, []
+        for node in reversed(chain):
+            assert node.users > 0
+            node.users -= 1
+            node.last_used = next(clock)
+            if not node.users:
+                self.unused_of_part[self.part_of(node)] += 1
+                if not node.num_children:
+                    self._offer(node)
+                left.append(node)
+        if self.unused is not None:
+            self.unused += left
 
     def evict(self) -> PrefixNode:
         """Takes the least recently used leaf without a user out; there must be one.
@@ -310,9 +313,6 @@ class PrefixTree:
         if self.leaving is not None:
             self.leaving.append(Leaving.of_node(of, node))
 
-    def _touch(self, node: PrefixNode) -> None:
-        node.last_used = next(self._clock)
-
     def _pop_oldest_leaf(self) -> PrefixNode:
         """The leaf that goes next, off the list; entries that no longer hold are dropped."""
         while True:
@@ -337,15 +337,3 @@ class PrefixTree:
             }
             self._leaves = list(fresh.values())
             heapq.heapify(self._leaves)
-
-
-def _token_bytes(token_ids: np.ndarray) -> bytes:
-    return np.ascontiguousarray(token_ids, np.int32).tobytes()
-
-
-def _root_key(salt: bytes) -> bytes:
-    return hashlib.blake2b(salt, digest_size=_DIGEST_BYTES, person=b"root").digest()
-
-
-def _chain(key: bytes, tokens: bytes) -> bytes:
-    return hashlib.blake2b(tokens, digest_size=_DIGEST_BYTES, key=key).digest()

@@ -10,6 +10,7 @@ plane after the other, in the order of the pools' leaves, layer after layer and 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -101,4 +102,4 @@ def _unpacking(where: tuple[Sharding, ...]) -> Callable[..., list[jax.Array]]:
 def _plane_bytes(plane: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Bytes of a plane at one place of its second axis."""
     sizes = (plane.shape[0], *plane.shape[2:])
-    return int(np.prod(sizes)) * np.dtype(plane.dtype).itemsize
+    return math.prod(sizes) * np.dtype(plane.dtype).itemsize

@@ -51,6 +51,11 @@ def as_number(halves: np.ndarray) -> int:
     return int(halves[0]) | int(halves[1]) << 32
 
 
+def as_halves(number: int) -> tuple[int, int]:
+    """The reverse of `as_number`."""
+    return number & 0xFFFFFFFF, number >> 32
+
+
 def mix_bits[T: (jax.Array, np.ndarray)](values: T) -> T:
     """A bijection of u32 in which every bit depends on every other (MurmurHash3's last step)."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):

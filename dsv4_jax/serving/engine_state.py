@@ -6,12 +6,15 @@ nor salts. Its size is bounded, whatever the engine's is.
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from dsv4_jax.allocator.disk_tier import DiskTier
 from dsv4_jax.allocator.holdings import holdings_of
 from dsv4_jax.allocator.manager import KVCacheManager
+from dsv4_jax.allocator.page_files import NO_PARENT
 from dsv4_jax.allocator.prefix_tree import PrefixNode
 from dsv4_jax.serving.device.host_copies import HostCopies
 from dsv4_jax.serving.engine_core import EngineCore
@@ -161,6 +164,9 @@ def _read_trees(
                 break
     if host is not None:
         _add_far(read, by_key, host)
+        if host.disk is not None:
+            block_tokens = managers[0].plan.block_tokens
+            _add_files(read, by_key, host, host.disk, block_tokens)
     return read
 
 
@@ -178,10 +184,45 @@ def _add_far(read: list[dict[str, Any]], by_key: dict[bytes, int], host: HostCop
                 "parent": parent,
                 "tokens": page.end,
                 "users": 0,
-                "resumes": host.tier.has("snapshots", page.content.key),
+                "resumes": any(
+                    tier.has("snapshots", page.content.key) for tier in host.tiers.values()
+                ),
                 "where": _where(host, page.content.key),
             }
         )
+
+
+def _add_files(
+    read: list[dict[str, Any]],
+    by_key: dict[bytes, int],
+    host: HostCopies,
+    disk: DiskTier,
+    block_tokens: int,
+) -> None:
+    """The same of those that lie on the disk alone; files say which block comes before theirs."""
+    following: dict[bytes, list[bytes]] = {}
+    for page in reversed(disk.latest()):
+        if page.key not in by_key and page.parent is not None:
+            following.setdefault(page.parent, []).append(page.key)
+    known = collections.deque([NO_PARENT, *by_key])
+    while known and len(read) < MAX_NODES:
+        parent_key = known.popleft()
+        parent = by_key.get(parent_key, -1)
+        for key in following.pop(parent_key, ())[: MAX_NODES - len(read)]:
+            by_key[key] = len(read)
+            known.append(key)
+            before = 0 if parent < 0 else read[parent]["tokens"]
+            read.append(
+                {
+                    "shard": 0 if parent < 0 else read[parent]["shard"],
+                    "block": -1,
+                    "parent": parent,
+                    "tokens": before + block_tokens,
+                    "users": 0,
+                    "resumes": any(tier.has("snapshots", key) for tier in host.tiers.values()),
+                    "where": ["disk"],
+                }
+            )
 
 
 def _where(host: HostCopies | None, key: bytes) -> list[str]:

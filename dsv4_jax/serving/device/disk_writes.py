@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 from dsv4_jax.allocator.disk_tier import DiskTier
-from dsv4_jax.allocator.host_tier import HostTier, Page
+from dsv4_jax.allocator.host_tier import HostTier, Page, Slab
 from dsv4_jax.serving.metrics.metrics import Metrics
 
 MOST_WRITING_BYTES = 2**27
@@ -29,6 +29,7 @@ class DiskWrites:
         self._tier, self._metrics = tier, metrics
         self._waiting: collections.OrderedDict[Page, None] = collections.OrderedDict()
         self._begun: dict[Page, concurrent.futures.Future[bool]] = {}
+        self._read: tuple[Slab, np.ndarray] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "disk-cache-write")
 
     @property
@@ -57,13 +58,15 @@ class DiskWrites:
         """Counts what has ended, and begins what may begin; waits for nothing."""
         for page in [page for page, future in self._begun.items() if future.done()]:
             del self._begun[page]
-            self._tier.let_go([page])
+            self._tier.let_go([page.slab])
+        if not self._begun:
+            self._read = None
         writing = sum(page.num_bytes for page in self._begun)
         while self._waiting and writing < MOST_WRITING_BYTES:
             page, _ = self._waiting.popitem(last=False)
             if self._tier.get(page.of, page.content.key) is not page:
                 continue  # it gave way meanwhile
-            page.holders += 1
+            page.slab.holders += 1
             writing += page.num_bytes
             self._begun[page] = self._thread.submit(self._write, page)
         self._metrics.disk_stored_bytes = self.disk.stored_bytes
@@ -76,4 +79,6 @@ class DiskWrites:
     def _write(self, page: Page) -> bool:
         stamp = time.time_ns() - 1000 * page.end  # of a prefix the end gives way first
         content = page.of, page.content, page.parent
-        return self.disk.write(*content, np.asarray(page.data), page.checksum, stamp)
+        if self._read is None or self._read[0] is not page.slab:
+            self._read = page.slab, page.slab.rows()  # once for all its pages, which come together
+        return self.disk.write(*content, self._read[1][page.row], page.checksum, stamp)

@@ -75,6 +75,7 @@ class EngineArrays:
         self._hosts = hosts
         self._programs = concurrent.futures.ThreadPoolExecutor(_COMPILED_AT_ONCE)
         self._begun: list[concurrent.futures.Future[float]] = []
+        self._row_bytes: dict[str, int] = {}
         # On CPUs two programs may run side by side, and wait in each other's collectives for ever.
         devices = [] if plan.mesh is None else list(plan.mesh.devices.flat)
         self._waits = len(devices) > 1 and devices[0].platform == "cpu"
@@ -256,7 +257,9 @@ class EngineArrays:
 
     def bytes_of_row(self, of: str) -> int:
         """Bytes of a row of "slots", "blocks" or "snapshots"; see `pack_rows`."""
-        return row_bytes(self._pools(of))
+        if of not in self._row_bytes:
+            self._row_bytes[of] = row_bytes(self._pools(of))
+        return self._row_bytes[of]
 
     def take_rows(self, of: str, rows: np.ndarray) -> jax.Array:
         """`pack_rows` of "slots", "blocks" or "snapshots", of one process's devices.

@@ -1,34 +1,42 @@
 """HostCopies: prefixes that lie on the host or a disk move back for who asks for them.
 
-    HostTier, files ──> rows of a run, in a thread ──> device ──> unpack_rows ──> tree, as a hit
+    HostTier, files ──> slabs of a run, in a thread ──> device ──> unpack_rows ──> tree, as a hit
 
-No step waits for a copy. A request whose prefix lies on the host is left out of admission until its
-copies have come, and then admitted like any other; others are admitted meanwhile. What has come for
-it stays until it is admitted, unless others need the room before. The way there is `page_stores`.
+No step waits for a copy, nor for more than a millisecond of looking up and writing down. A request
+whose prefix lies on the host is left out of admission until its copies have come, and then admitted
+like any other; others are admitted meanwhile. What has come for it stays until it is admitted,
+unless others need the room before. The way there is `page_stores`.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import logging
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from dsv4_jax.allocator.block_contents import BlockContent, HashedTokens
 from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.disk_tier import DiskTier
 from dsv4_jax.allocator.host_tier import HostTier, Page
-from dsv4_jax.allocator.manager import KVCacheManager
-from dsv4_jax.allocator.prefix_tree import BlockContent, PrefixNode, contents_of
 from dsv4_jax.allocator.problem import Problem
 from dsv4_jax.serving.device.disk_shape import open_disk
 from dsv4_jax.serving.device.disk_writes import DiskWrites
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
-from dsv4_jax.serving.device.far_pages import AnyPage, DamagedError, FilePage, gather_pages, on_host
-from dsv4_jax.serving.device.page_memory import PageMemory, run_sizes
+from dsv4_jax.serving.device.far_fetch import FarSearch, Fetch, Find
+from dsv4_jax.serving.device.far_pages import (
+    AnyPage,
+    DamagedError,
+    FilePage,
+    gather_run,
+    runs_of,
+)
+from dsv4_jax.serving.device.page_memory import PageMemory
 from dsv4_jax.serving.device.page_stores import PageStores
 from dsv4_jax.serving.metrics.metrics import Metrics
 from dsv4_jax.serving.requests.request import Request
@@ -42,39 +50,12 @@ MOST_LOADING = 8
 _FETCHING = 4
 """Threads that copy them."""
 
+_LOOKED_UP_TOGETHER = 64
+"""Blocks, between two looks at the clock."""
 
-@dataclasses.dataclass(eq=False)
-class _Run:
-    """Pages of one kind, in order, for the device; `packed` is None until it is their turn."""
-
-    of: str
-    pages: list[AnyPage]
-    packed: concurrent.futures.Future[jax.Array] | None = None
-
-
-@dataclasses.dataclass(eq=False)
-class _Fetch:
-    """A prefix on its way back: runs of blocks, then of a snapshot, and the nodes that are used.
-
-    `num_tokens` are those that it spares, `file_tokens` those of blocks from the disk. Without runs
-    it has come, and `resumes` at its last node.
-    """
-
-    request: Request
-    shard: int
-    runs: list[_Run]
-    chain: list[PrefixNode]
-    num_tokens: int
-    started_s: float
-    file_tokens: int = 0
-    resumes: PrefixNode | None = None
-
-    def brings(self, page: AnyPage) -> bool:
-        """Whether that page is on its way, from wherever."""
-        key = page.content.key
-        return any(
-            run.of == page.of and one.content.key == key for run in self.runs for one in run.pages
-        )
+STEP_S = 1e-3
+"""Seconds that the work for prefixes may take beside each step of requests that run. It is never
+less than for one run, or for the blocks above."""
 
 
 def make_host_copies(
@@ -131,12 +112,14 @@ class HostCopies:
         self._metrics, self._clock = metrics, clock
         self._memory = PageMemory(devices.cache)
         self.disk = disk
+        self._find: Find = self.tier.find if disk is None else self._find_far
         writes = None if disk is None else DiskWrites(disk, self.tier, metrics)
         self._stores = PageStores(devices, shards, self.tier, self._memory, writes, metrics)
-        self._fetches: dict[Request, _Fetch] = {}
-        self._after: dict[Request, _Fetch] = {}
+        self._fetches: dict[Request, Fetch] = {}
+        self._after: dict[Request, Fetch] = {}
         self._tried: set[Request] = set()
         self._waits_for_room = self._has_warned = False
+        self._until_s = math.inf
         # One that stores must not keep one that fetches waiting.
         self._fetcher = concurrent.futures.ThreadPoolExecutor(_FETCHING, "host-cache-fetch")
         self.keep = self._stores.keep
@@ -149,13 +132,15 @@ class HostCopies:
     def is_fetching(self, request: Request) -> bool:
         """Whether a request waits for its copies, or for another's of the same pages."""
         fetch = self._fetches.get(request)
-        return request in self._after or (fetch is not None and bool(fetch.runs))
+        return request in self._after or (fetch is not None and fetch.is_coming)
 
-    def make_room(self, shard: int, token_ids: np.ndarray | None, salt: bytes, tokens: int) -> bool:
+    def make_room(
+        self, shard: int, tokens: HashedTokens | None, salt: bytes, max_tokens: int
+    ) -> bool:
         """Whether a request can take its blocks now, and all that gives way for them be copied."""
         manager = self._shards.managers[shard]
-        chain = manager.prefixes.find_resumable(token_ids, salt, tokens)
-        needed = manager.plan.blocks_needed(tokens) - len(chain)
+        chain = manager.prefixes.find_resumable(tokens, salt, max_tokens)
+        needed = manager.plan.blocks_needed(max_tokens) - len(chain)
         has_room = self._stores.make_room(shard, needed, chain)
         self._waits_for_room |= not has_room
         return has_room
@@ -172,9 +157,7 @@ class HostCopies:
         self._end(self._fetches[youngest])
         return True
 
-    def begin(
-        self, request: Request, shard: int, token_ids: np.ndarray, salt: bytes, max_tokens: int
-    ) -> bool:
+    def begin(self, request: Request, shard: int, tokens: HashedTokens, max_tokens: int) -> bool:
         """Begins to bring a longer prefix back than the tree can resume; whether it does.
 
         It is tried once, while a request waits, or again when another's copies have come, which it
@@ -183,8 +166,7 @@ class HostCopies:
         Args:
           request: who waits.
           shard: where it will be admitted.
-          token_ids: i32[n], what it knows.
-          salt: its salt.
+          tokens: what it knows.
           max_tokens: as in `KVCacheManager.admit`.
         """
         self.keep()  # who was admitted a moment ago may have pushed out what this one wants
@@ -194,55 +176,88 @@ class HostCopies:
             return False
         self._tried.add(request)
         prefixes = self._shards.managers[shard].prefixes
-        most = min(max(len(token_ids) - 1, 0), max_tokens)
-        resumable = len(prefixes.find_resumable(token_ids, salt, max_tokens))
-        chain = prefixes.tree.match(token_ids[:most], salt)
-        blocks: list[AnyPage] = []
-        best: tuple[int, AnyPage | None] = (resumable, None)
-        for number, (content, parent) in enumerate(
-            contents_of(token_ids[:most], salt, prefixes.tree.block_tokens)
-        ):
-            if number >= len(chain):
-                page = self._find("blocks", content, parent)
-                if page is None:
-                    break
-                blocks.append(page)
-            if snapshot := self._find("snapshots", content, parent):
-                best = (number + 1, snapshot)
-        length, snapshot = best
-        if snapshot is None or length <= resumable:
+        most = min(max(len(tokens) - 1, 0), max_tokens) // prefixes.tree.block_tokens
+        resumable = len(prefixes.find_resumable(tokens, tokens.salt, max_tokens))
+        chain = prefixes.tree.match(tokens, most)
+        search = FarSearch(tokens, most, len(chain), resumable)
+        if search.go_on(self._find, _LOOKED_UP_TOGETHER) and search.snapshot is None:
             return False
-        chain, blocks = chain[:length], blocks[: max(length - len(chain), 0)]
-        for other in self._fetches.values():
-            if other.shard == shard and any(map(other.brings, [*blocks, snapshot])):
-                self._after[request] = other
-                return True
-        self.tier.hold(on_host([*blocks, snapshot]))
-        if self.disk is not None:
-            self.disk.use(page.file for page in (snapshot, *blocks) if isinstance(page, FilePage))
-        for node in chain:
-            prefixes.tree.use(node)
-        size = run_sizes(self._devices.bytes_of_row("blocks"))[-1]
-        runs = [
-            _Run("blocks", blocks[start : start + size]) for start in range(0, len(blocks), size)
-        ]
-        runs.append(_Run("snapshots", [snapshot]))
-        more = (length - resumable) * prefixes.tree.block_tokens
-        self._fetches[request] = _Fetch(request, shard, runs, chain, more, self._clock())
+        prefixes.tree.use(*chain)
+        fetch = self._fetches[request] = Fetch(request, shard, chain, self._clock(), search)
+        self._hold_found(fetch, search, 0)
+        self._look_up(fetch, search)
         self._load_next()
-        return True
+        return self.is_fetching(request)
 
-    def poll(self) -> None:
-        """Gives the trees what has come; waits for nothing."""
+    def _look_up(self, fetch: Fetch, search: FarSearch) -> None:
+        """Goes on with a search while there is time, and begins what it has found."""
+        while True:
+            before = len(search.blocks)
+            if search.go_on(self._find, _LOOKED_UP_TOGETHER):
+                break
+            self._hold_found(fetch, search, before)
+            if time.perf_counter() > self._until_s:
+                return
+        tree = self._shards.managers[fetch.shard].prefixes.tree
+        request, snapshot = fetch.request, search.snapshot
+        if snapshot is None:
+            self._end(fetch)
+            return
+        pages = search.pages
+        fetch.keys = {("blocks", page.content.key) for page in pages}
+        fetch.keys.add(("snapshots", snapshot.content.key))
+        for other in self._fetches.values():
+            if other is fetch or other.shard != fetch.shard or not other.runs:
+                continue
+            if not other.keys.isdisjoint(fetch.keys):
+                self._end(fetch)
+                self._after[request] = other
+                return
+        tree.leave(*fetch.chain[search.length :])
+        del fetch.chain[search.length :]
+        for of, wanted in (("blocks", pages), ("snapshots", [snapshot])):
+            fetch.runs += runs_of(of, wanted, self._devices.bytes_of_row(of))
+        for run in reversed(fetch.runs):
+            self.tier.hold(run.slabs)
+        self.tier.let_go(fetch.held)
+        if self.disk is not None:
+            self.disk.use(page.file for page in (snapshot, *pages) if isinstance(page, FilePage))
+        fetch.num_tokens = (search.length - search.resumable) * tree.block_tokens
+        fetch.search, fetch.held = None, {}
+
+    def _hold_found(self, fetch: Fetch, search: FarSearch, first: int) -> None:
+        """What was found must be there when the search has ended."""
+        found = [*search.blocks[first:], search.snapshot]
+        new = {page.slab: None for page in found if isinstance(page, Page)}
+        new = {slab: None for slab in new if slab not in fetch.held}
+        self.tier.hold(list(new))
+        fetch.held |= new
+
+    def poll(self, *, is_busy: bool) -> None:
+        """Gives the trees what has come, and waits for nothing.
+
+        Args:
+          is_busy: somebody runs, and would wait for work that takes longer than `STEP_S`.
+        """
         self._waits_for_room = False
+        self._until_s = time.perf_counter() + STEP_S if is_busy else math.inf
         for fetch in list(self._fetches.values()):
-            while fetch.runs and (packed := fetch.runs[0].packed) is not None and packed.done():
-                if not self._stores.make_room(fetch.shard, len(fetch.runs[0].pages)):
-                    self._waits_for_room = True
-                    break
-                if not self._bring_back(fetch, packed):
-                    break
+            if fetch.search is not None:
+                self._look_up(fetch, fetch.search)
+            is_late = self._bring_what_came(fetch)
+            if is_late:
+                break
         self._load_next()
+
+    def _bring_what_came(self, fetch: Fetch) -> bool:
+        """Gives the tree runs of a fetch; whether there is no more time."""
+        while fetch.runs and (packed := fetch.runs[0].packed) is not None and packed.done():
+            if not self._stores.make_room(fetch.shard, len(fetch.runs[0].pages)):
+                self._waits_for_room = True
+                break
+            if not self._bring_back(fetch, packed) or time.perf_counter() > self._until_s:
+                break
+        return time.perf_counter() > self._until_s
 
     def wait(self) -> bool:
         """Where nothing else is to do: waits for a copy; whether somebody waits for any."""
@@ -250,7 +265,8 @@ class HostCopies:
         begun = [one for one in firsts if one is not None and not one.done()]
         awaited = [*begun, *(self._stores.begun if self._waits_for_room else [])]
         concurrent.futures.wait(awaited, return_when=concurrent.futures.FIRST_COMPLETED)
-        return bool(firsts) or self._waits_for_room
+        is_searching = any(fetch.search is not None for fetch in self._fetches.values())
+        return bool(firsts) or self._waits_for_room or is_searching
 
     def rest(self) -> None:
         """Nobody runs now: begins to bring to the disk what nobody uses, for some milliseconds."""
@@ -293,20 +309,20 @@ class HostCopies:
                 return
             fetch = min(left, key=begun.__getitem__)  # of several the oldest
             run = fetch.runs[begun[fetch]]
-            run.packed = self._fetcher.submit(gather_pages, self._memory, self.disk, run.pages)
+            run.packed = self._fetcher.submit(gather_run, self._memory, self.disk, run)
             begun[fetch] += 1
 
-    def _bring_back(self, fetch: _Fetch, packed: concurrent.futures.Future[jax.Array]) -> bool:
+    def _bring_back(self, fetch: Fetch, packed: concurrent.futures.Future[jax.Array]) -> bool:
         """Gives the tree the first run of a fetch, which has come; False ends it."""
         manager, run = self._shards.managers[fetch.shard], fetch.runs[0]
         failed = packed.exception()
         self._apply()  # hits that are pending may read what gives way now
-        rows = [] if failed else self._take_rows(manager, fetch, run)
+        rows = [] if failed else fetch.take_rows(manager.prefixes, run)
         self._apply()  # what gives way is copied, and poisoned, before it is written
-        numbers = np.full(packed.result().shape[0] if not failed else 0, -1, np.int32)
-        own = np.array(rows, np.int32)
-        numbers[: len(rows)] = self._stores.through(run.of, fetch.shard, own)
-        if len(rows):
+        if rows:
+            numbers = np.full(packed.result().shape[0], -1, np.int32)
+            own = np.array(rows, np.int32)
+            numbers[run.places[: len(own)]] = self._stores.through(run.of, fetch.shard, own)
             self._devices.put_rows(run.of, numbers, packed.result())
         if isinstance(failed, DamagedError):
             self._drop_damaged(failed.args)
@@ -314,8 +330,8 @@ class HostCopies:
             self._end(fetch)
             return False
         fetch.runs.pop(0)
-        self.tier.let_go(on_host(run.pages))
-        num_files = len(run.pages) - len(on_host(run.pages))
+        self.tier.let_go(run.slabs)
+        num_files = len(run.files)
         size = run.pages[0].num_bytes
         self._metrics.disk_loaded_bytes += num_files * size
         self._metrics.host_loaded_bytes += (len(run.pages) - num_files) * size
@@ -331,31 +347,8 @@ class HostCopies:
             self._follow(fetch)
         return True
 
-    def _take_rows(self, manager: KVCacheManager, fetch: _Fetch, run: _Run) -> list[int]:
-        """Rows for the pages of a run that can be written, -1 for one that is there already."""
-        prefixes, rows = manager.prefixes, []
-        for page in run.pages:
-            parent = fetch.chain[-1] if fetch.chain else None
-            if run.of == "snapshots":
-                if parent is None:
-                    break
-                place = -1
-                if parent.snapshot < 0:
-                    place = prefixes.begin_snapshot()
-                    if place < 0:
-                        break
-                    prefixes.tree.put_snapshot(parent, place)
-                rows.append(place)
-                continue
-            is_there = prefixes.tree.find_child(parent, page.content) is not None
-            node = prefixes.bring_back(parent, page.content, len(fetch.chain))
-            if node is None:
-                break
-            fetch.chain.append(node)
-            rows.append(-1 if is_there else node.block)
-        return rows
-
-    def _find(self, of: str, content: BlockContent, parent: bytes) -> AnyPage | None:
+    def _find_far(self, of: str, content: BlockContent, parent: bytes) -> AnyPage | None:
+        """A page on the host or the disk."""
         if page := self.tier.find(of, content, parent):
             return page
         file = None if self.disk is None else self.disk.find(of, content, parent)
@@ -371,28 +364,28 @@ class HostCopies:
             elif self.disk is not None:
                 self.disk.drop(page.file)
         self._metrics.damaged_pages += len(pages)
-        if not self._has_warned and on_host(pages):  # of a file the disk's tier has said it
+        is_of_host = any(isinstance(page, Page) for page in pages)
+        if not self._has_warned and is_of_host:  # of a file the disk's tier has said it
             self._has_warned = True
             _log.warning(
                 "a page of a prefix came back with other bytes than it had left with, and is "
                 "computed again; more are counted in damaged_pages alone"
             )
 
-    def _end(self, fetch: _Fetch) -> None:
+    def _end(self, fetch: Fetch) -> None:
         """Lets go all that is held for a request, whether it has come or not."""
         del self._fetches[fetch.request]
         for run in fetch.runs:
             if run.packed is not None:
                 run.packed.cancel()
-            self.tier.let_go(on_host(run.pages))
+            self.tier.let_go(run.slabs)
+        self.tier.let_go(fetch.held)
         if fetch.resumes is not None:
             fetch.resumes.snapshot_holds -= 1
-        tree = self._shards.managers[fetch.shard].prefixes.tree
-        for node in reversed(fetch.chain):
-            tree.leave(node)
+        self._shards.managers[fetch.shard].prefixes.tree.leave(*fetch.chain)
         self._follow(fetch)
 
-    def _follow(self, fetch: _Fetch) -> None:
+    def _follow(self, fetch: Fetch) -> None:
         """Who has waited for it looks what there is now."""
         for request in [one for one, other in self._after.items() if other is fetch]:
             del self._after[request]

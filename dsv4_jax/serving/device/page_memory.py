@@ -1,7 +1,7 @@
-"""PageMemory: rows of the pools as pages of the host's memory, and back.
+"""PageMemory: rows of the pools in arrays of the host's memory, and back.
 
-    devices u8[n, m] ── one row each ──> pinned memory of the host, where the device has such
-    pages ──> devices, one array u8[n, m]
+    devices u8[n, m] ── as they are, or in parts ──> pinned memory of the host, where the device has
+    such arrays ──> devices, one array u8[n, m]
 
 Both are for threads: they wait for the copies, whose memory JAX makes and frees. The devices
 compute checksums on both ways.
@@ -9,8 +9,9 @@ compute checksums on both ways.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from dsv4_jax import compat
-from dsv4_jax.cache.row_sums import as_number, row_sums
+from dsv4_jax.cache.row_sums import row_sums
 from dsv4_jax.mesh import find_mesh
 
 RUN_SIZES = (1, 4, 16, 64)
@@ -32,13 +33,6 @@ MOST_RUN_BYTES = 2**25
 PINNED = "pinned_host"
 
 
-class Filled(NamedTuple):
-    """A row on the host: u8[m] in memory of some kind, and its checksum."""
-
-    data: Any
-    checksum: int
-
-
 def run_sizes(row_bytes: int) -> tuple[int, ...]:
     """Sizes of the copies of rows of so many bytes."""
     return tuple(size for size in RUN_SIZES if size == 1 or size * row_bytes <= MOST_RUN_BYTES)
@@ -49,6 +43,13 @@ def padded_rows(rows: np.ndarray) -> np.ndarray:
     padded = np.full(_padded(len(rows)), -1, np.int32)
     padded[: len(rows)] = rows
     return padded
+
+
+def parts_of(count: int, row_bytes: int) -> Iterator[int]:
+    """Sizes of copies that are exactly so many rows of so many bytes, the largest first."""
+    for size in reversed(run_sizes(row_bytes)):
+        yield from [size] * (count // size)
+        count %= size
 
 
 def _padded(count: int) -> int:
@@ -70,38 +71,58 @@ class PageMemory:
         kinds = {memory.kind for memory in self._device.addressable_memories()}
         self.kind = PINNED if PINNED in kinds else None
 
-    def to_host(self, packed: jax.Array, count: int) -> list[Filled]:
-        """The first `count` rows of u8[n, m]; waits until they have come.
+    def to_host(self, packed: jax.Array, sizes: Sequence[int]) -> tuple[list[Any], np.ndarray]:
+        """The first rows of u8[n, m] in arrays of so many each; waits until they have come.
+
+        Args:
+          packed: rows.
+          sizes: of the parts, each one of `RUN_SIZES`.
+
+        Returns:
+          The parts, and u32[n, 2], checksums of all rows.
 
         Raises:
           Exception: what the device raised, or the host, which has no memory left.
         """
-        rows, sums = _split(self._of_one_device(packed))
-        numbers = np.asarray(sums)
-        kept: Sequence[Any] = rows[:count]
+        packed = self._of_one_device(packed)
+        sums, parts, start = _sums(packed), [], 0
+        for size in sizes:
+            whole = size == packed.shape[0]
+            parts.append(packed if whole else _part(packed, np.int32(start), size))
+            start += size
         if self.kind is None:
-            kept = [np.asarray(row) for row in kept]
-        else:
-            where = SingleDeviceSharding(self._device, memory_kind=self.kind)
-            kept = jax.block_until_ready(jax.device_put(list(kept), where))
-        return [Filled(row, as_number(each)) for row, each in zip(kept, numbers, strict=False)]
+            return [np.asarray(part) for part in parts], np.asarray(sums)
+        where = SingleDeviceSharding(self._device, memory_kind=self.kind)
+        return jax.block_until_ready(jax.device_put(parts, where)), np.asarray(sums)
 
-    def to_devices(self, rows: Sequence[Any]) -> tuple[jax.Array, list[int]]:
-        """Pages u8[m], or the host's arrays, as one array, and the checksums of what has come.
+    def to_devices(self, parts: Sequence[Any]) -> tuple[jax.Array, np.ndarray]:
+        """Arrays u8[n, m] of the host, one after the other, and what checksums have come.
 
-        It has as many rows as a copy; those behind the last page hold anything.
+        Args:
+          parts: of as many rows each as one of `RUN_SIZES`, and no more in all.
+
+        Returns:
+          u8[n, m], of as many rows as a copy, of which those behind the last part are zeros; and
+          u32[n, 2].
         """
-        padded = [*rows, *[rows[-1]] * (_padded(len(rows)) - len(rows))]
         device = self._device
         there = SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
-        packed, sums = _join(jax.device_put(padded, there))
+        sent = jax.device_put(list(parts), there)
+        packed = sent[0]
+        if len(sent) > 1:
+            rows, start = sum(part.shape[0] for part in sent), 0
+            packed = _room(there, _padded(rows), packed.shape[1])()
+            for part in sent:
+                packed = _place(packed, part, np.int32(start))
+                start += part.shape[0]
+        sums = _sums(packed)
         if self._mesh is None:
             packed = compat.uncommitted(packed)
         else:
             packed = jax.device_put(packed, NamedSharding(self._mesh, P()))
         numbers = np.asarray(sums)
         jax.block_until_ready(packed)
-        return packed, [as_number(each) for each in numbers[: len(rows)]]
+        return packed, numbers
 
     def _of_one_device(self, packed: jax.Array) -> jax.Array:
         if len(packed.devices()) > 1 and packed.sharding.is_fully_replicated:
@@ -110,14 +131,21 @@ class PageMemory:
         return packed if self._mesh is None else jax.device_put(packed, self._device)
 
 
-@jax.jit
-def _split(packed: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Rows of u8[n, m], each an array, and their checksums u32[n, 2]."""
-    return list(packed), row_sums(packed)
+_sums = jax.jit(row_sums)
 
 
-@jax.jit
-def _join(rows: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Rows u8[m] in one array, and their checksums u32[n, 2]."""
-    packed = jnp.stack(rows)
-    return packed, row_sums(packed)
+@functools.partial(jax.jit, static_argnums=2)
+def _part(packed: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    """So many rows of u8[n, m]."""
+    return jax.lax.dynamic_slice_in_dim(packed, start, size)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _place(room: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+    """Rows u8[n, m] with others in the place of those from `start` on."""
+    return jax.lax.dynamic_update_slice_in_dim(room, part, start, 0)
+
+
+@functools.lru_cache(maxsize=64)
+def _room(where: SingleDeviceSharding, rows: int, width: int) -> Callable[[], jax.Array]:
+    return jax.jit(lambda: jnp.zeros((rows, width), jnp.uint8), out_shardings=where)

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from dsv4_jax.allocator.data_shards import DataShards
-from dsv4_jax.allocator.host_tier import HostTier, Page
-from dsv4_jax.allocator.manager import KVCacheManager
+from dsv4_jax.allocator.host_tier import HostTier, Slab
 from dsv4_jax.allocator.prefix_tree import Leaving, PrefixNode
 from dsv4_jax.serving.device.disk_writes import DiskWrites
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
@@ -41,13 +40,13 @@ _SHARE_UNUSED = 0.25
 
 @dataclasses.dataclass(eq=False)
 class _Run:
-    """Rows on their way, of so many bytes, and the pages that they fill.
+    """Rows on their way, of so many bytes, and the slabs that they fill.
 
     `is_ahead` says that they have not left the tree: the pages are there for the disk alone.
     """
 
     future: concurrent.futures.Future[None]
-    pages: list[Page]
+    slabs: list[Slab]
     num_bytes: int
     is_ahead: bool
 
@@ -120,21 +119,23 @@ class PageStores:
             self.writes.move()  # before others take the place of what has come
         for shard, manager in enumerate(self._shards.managers):
             leaving, manager.prefixes.tree.leaving = manager.prefixes.tree.leaving or [], []
+            if not leaving:
+                continue
             # The end of a prefix leaves first, and is of no use without the beginning: where not
             # all find a place, that goes before it, and is the last used in the end.
             runs: list[tuple[int, str, list[Leaving]]] = []
             for of in ("snapshots", "blocks"):
-                rows = [
-                    one
-                    for one in reversed(leaving)
-                    if one.of == of and not self.tier.has(of, one.content.key)
-                ]
+                new: dict[bytes, Leaving] = {}
+                for one in reversed(leaving):
+                    if one.of == of and not self.tier.has(of, one.content.key):
+                        new.setdefault(one.content.key, one)
+                rows = list(new.values())
                 size = run_sizes(self._devices.bytes_of_row(of))[-1]
                 for start in range(0, len(rows), size):
                     runs.append((start, of, rows[start : start + size]))
             for _, of, rows in sorted(runs, key=operator.itemgetter(0)):
                 self._store(of, shard, rows)
-            self.tier.use((one.of, one.content) for one in leaving)
+            self.tier.use((one.of, one.content.key) for one in leaving)
         if self.writes is not None:
             self._keep_unused(self.writes)
 
@@ -159,7 +160,7 @@ class PageStores:
                     room -= self._devices.bytes_of_row(of)
                     if page is None:
                         rows[of].append(node)
-                    elif page.filling is None:
+                    elif page.slab.filling is None:
                         writes.offer(page)
             for of, nodes in rows.items():
                 size = run_sizes(self._devices.bytes_of_row(of))[-1]
@@ -179,28 +180,27 @@ class PageStores:
         Where they cannot, as many give way as can be copied, but none of `chain`, which whoever
         takes them is about to hit.
         """
-        manager = self._shards.managers[shard]
-        for node in chain:
-            manager.prefixes.tree.use(node)
-        has_room = self._make_room(manager, num_blocks)
-        for node in reversed(chain):
-            manager.prefixes.tree.leave(node)
-        return has_room
-
-    def _make_room(self, manager: KVCacheManager, num_blocks: int) -> bool:
+        manager, is_used = self._shards.managers[shard], False
         each = sum(self._devices.bytes_of_row(of) for of in ("blocks", "snapshots"))
-        while True:
-            self.keep()
-            missing = num_blocks - (manager.num_free_blocks - manager.num_cached_blocks)
-            under_way = sum(run.num_bytes for run in self._runs)
-            fitting = max(int(MOST_STORING_BYTES * _SHARE_AHEAD - under_way) // each, 0)
-            fitting = fitting or not under_way
-            if missing <= fitting:
-                return True
-            if not fitting:
-                return False
-            if not manager.evict(fitting):
-                return True
+        try:
+            while True:
+                self.keep()
+                missing = num_blocks - (manager.num_free_blocks - manager.num_cached_blocks)
+                under_way = sum(run.num_bytes for run in self._runs)
+                fitting = max(int(MOST_STORING_BYTES * _SHARE_AHEAD - under_way) // each, 0)
+                fitting = fitting or not under_way
+                if missing <= fitting:
+                    return True
+                if not fitting:
+                    return False
+                if not is_used:
+                    manager.prefixes.tree.use(*chain)
+                    is_used = True
+                if not manager.evict(fitting):
+                    return True
+        finally:
+            if is_used:
+                manager.prefixes.tree.leave(*chain)
 
     def close(self) -> None:
         """Copies that have not begun never will."""
@@ -215,41 +215,50 @@ class PageStores:
         if sum(run.num_bytes for run in self._runs) + size * len(rows) > MOST_STORING_BYTES:
             self._metrics.host_lost_bytes += size * len(rows)
             return
-        added = [
-            (one.row, self.tier.add(of, one.content, one.parent, size, one.end)) for one in rows
-        ]
+        slabs, taken = [], 0
+        for part in reversed(run_sizes(size)):
+            while len(rows) - taken >= part:
+                slab = self.tier.add(of, rows[taken : taken + part], size)
+                if slab is None:
+                    break
+                slabs.append(slab)
+                taken += part
         self._metrics.host_evicted_bytes += self.tier.evicted_bytes - before
-        pages = [page for _, page in added if page is not None]
-        if not pages:
+        if not slabs:
             return
-        numbers = np.array([row for row, page in added if page is not None], np.int32)
-        numbers = padded_rows(self.through(of, shard, numbers))
-        packed = self._devices.take_rows(of, numbers)
+        numbers = np.array([one.row for one in rows[:taken]], np.int32)
+        packed = self._devices.take_rows(of, padded_rows(self.through(of, shard, numbers)))
+        sizes = [slab.num_rows for slab in slabs]
 
         def fill() -> None:
-            for page, filled in zip(pages, self._memory.to_host(packed, len(pages)), strict=True):
-                page.data, page.checksum = filled
+            parts, sums = self._memory.to_host(packed, sizes)
+            start = 0
+            for slab, part, count in zip(slabs, parts, sizes, strict=True):
+                slab.data, slab.sums = part, sums[start : start + count]
+                start += count
 
         future = self._thread.submit(fill)
-        for page in pages:
-            page.filling = future
-        self._runs.append(_Run(future, pages, size * len(pages), is_ahead))
-        self._metrics.host_stored_bytes += size * len(pages)
+        for slab in slabs:
+            slab.filling = future
+        self._runs.append(_Run(future, slabs, size * taken, is_ahead))
+        self._metrics.host_stored_bytes += size * taken
 
     def _end_runs(self) -> None:
-        """Pages that are filled may give way; those that could not be are taken out."""
+        """Slabs that are filled may give way; those that could not be are taken out."""
         for run in [one for one in self._runs if one.future.done()]:
             self._runs.remove(run)
-            for page in run.pages:
-                page.filling = None
-                if run.future.exception() is not None:
-                    self.tier.drop(page)
-                    self._metrics.host_lost_bytes += page.num_bytes
-                elif self.writes is not None:
-                    self.writes.offer(page)
-            self.tier.let_go(run.pages)
-            for page in run.pages if run.is_ahead else ():
-                self.tier.demote(page)
+            has_failed = run.future.exception() is not None
+            for slab in run.slabs:
+                slab.filling = None
+                for page in list(slab.pages) if has_failed or self.writes is not None else ():
+                    if has_failed:
+                        self.tier.drop(page)
+                        self._metrics.host_lost_bytes += page.num_bytes
+                    elif self.writes is not None:
+                        self.writes.offer(page)
+            self.tier.let_go(run.slabs)
+            for slab in run.slabs if run.is_ahead else ():
+                self.tier.demote(slab)
 
     def through(self, of: str, shard: int, rows: np.ndarray) -> np.ndarray:
         """Rows of a shard, numbered through all; -1 stays."""

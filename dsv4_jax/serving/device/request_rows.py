@@ -89,12 +89,17 @@ def copy_jobs(devices: EngineArrays) -> list[tuple[str, Callable[[], object]]]:
         # A context of the caller's, such as of dtype promotion, is not that of other threads, which
         # would compile again.
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            for count in run_sizes(devices.bytes_of_row(of)):
+            sizes = run_sizes(devices.bytes_of_row(of))
+            for count in sizes:
                 nowhere = np.full(count, -1, np.int32)
                 taken = devices.take_rows(of, nowhere)
-                filled = thread.submit(memory.to_host, taken, count).result()
-                rows = [row.data for row in filled]
-                packed, _ = thread.submit(memory.to_devices, rows).result()
+                smaller = [size for size in sizes if size < count]
+                whole, _ = thread.submit(memory.to_host, taken, [count]).result()
+                packed, _ = thread.submit(memory.to_devices, whole).result()
+                for size in smaller:
+                    parts, _ = thread.submit(memory.to_host, taken, [size]).result()
+                    several = parts * (count // size)
+                    packed, _ = thread.submit(memory.to_devices, several).result()
                 devices.put_rows(of, nowhere, packed)
 
     def copy_slot() -> None:

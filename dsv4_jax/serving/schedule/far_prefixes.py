@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
-
+from dsv4_jax.allocator.block_contents import HashedTokens
 from dsv4_jax.serving.requests.request import Request
 
 
 class FarPrefixes(Protocol):
     """Brings prefixes back for requests that wait; no method waits for a copy."""
 
-    def poll(self) -> None:
-        """Gives the prefix trees what has come."""
+    def poll(self, *, is_busy: bool) -> None:
+        """Gives the prefix trees what has come; where somebody runs, in portions."""
 
     def is_fetching(self, request: Request) -> bool:
         """Whether a request waits for its copies."""
         ...
 
-    def begin(
-        self, request: Request, shard: int, token_ids: np.ndarray, salt: bytes, max_tokens: int
-    ) -> bool:
+    def begin(self, request: Request, shard: int, tokens: HashedTokens, max_tokens: int) -> bool:
         """Begins to bring a longer prefix back than the tree can resume; whether it does."""
         ...
 
-    def make_room(self, shard: int, token_ids: np.ndarray | None, salt: bytes, tokens: int) -> bool:
+    def make_room(
+        self, shard: int, tokens: HashedTokens | None, salt: bytes, max_tokens: int
+    ) -> bool:
         """Whether a request can take its blocks now, and all that gives way for them be copied."""
         ...
 
@@ -43,20 +42,20 @@ class FarPrefixes(Protocol):
 class NoFarPrefixes:
     """There are none."""
 
-    def poll(self) -> None:
+    def poll(self, *, is_busy: bool) -> None:
         """Nothing comes."""
 
     def is_fetching(self, request: Request) -> bool:
         """Nobody waits."""
         return False
 
-    def begin(
-        self, request: Request, shard: int, token_ids: np.ndarray, salt: bytes, max_tokens: int
-    ) -> bool:
+    def begin(self, request: Request, shard: int, tokens: HashedTokens, max_tokens: int) -> bool:
         """There is nothing to bring back."""
         return False
 
-    def make_room(self, shard: int, token_ids: np.ndarray | None, salt: bytes, tokens: int) -> bool:
+    def make_room(
+        self, shard: int, tokens: HashedTokens | None, salt: bytes, max_tokens: int
+    ) -> bool:
         """Nothing is copied."""
         return True
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from dsv4_jax.allocator.block_contents import HashedTokens
 from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.manager import NoRoomError
 from dsv4_jax.serving.metrics.metrics import Metrics
@@ -19,6 +20,9 @@ from dsv4_jax.serving.schedule.far_prefixes import FarPrefixes, NoFarPrefixes
 from dsv4_jax.serving.schedule.known_tokens import KnownTokens
 from dsv4_jax.serving.schedule.running import Running
 from dsv4_jax.serving.schedule.snapshot_policy import plan_request
+
+_HASHED_A_STEP = 512
+"""Blocks of prompts of those who wait, while others run; half a millisecond."""
 
 
 class RequestQueue:
@@ -66,6 +70,7 @@ class RequestQueue:
         num_slots = len(shards.length_tokens)
         self._known = KnownTokens(num_slots, shards.managers[0].plan.max_context_tokens)
         self._room = np.zeros(num_slots, np.int32)  # tokens, of each slot's blocks
+        self._hashed: dict[Request, HashedTokens] = {}  # of those who wait
 
     @property
     def table(self) -> Running:
@@ -81,7 +86,7 @@ class RequestQueue:
                 self._known.leave(request)
             request.slot, request.drafts = -1, []
         self._drop_table()
-        self.shards, self.running = shards, {}
+        self.shards, self.running, self._hashed = shards, {}, {}
         self.waiting = sorted(requests, key=lambda request: request.request_id)
 
     def by_age(self, shard: int | None = None) -> list[Request]:
@@ -126,6 +131,7 @@ class RequestQueue:
         else:
             self.waiting = [other for other in self.waiting if other is not request]
             self._far().forget(request)
+            self._hashed.pop(request, None)
             if request.cached is not None:  # it may be gigabytes, and the request is kept
                 self._undo.save(request)
                 request.cached = None
@@ -142,22 +148,31 @@ class RequestQueue:
 
         `DataShards.choose` says which data shard a request goes to. Of samples of one prompt one
         reads it, and the others wait for that. Whose prefix is on its way from elsewhere is left
-        out until it has come. With `only` no other request gets a slot.
+        out until it has come, and whose prompt is hashed, in portions while others run, until then.
+        With `only` no other request gets a slot.
         """
-        far = self._far()
-        far.poll()
+        far, is_busy = self._far(), bool(self.running)
+        far.poll(is_busy=is_busy)
         if not self.waiting or not any(one.num_free_slots for one in self.shards.managers):
             return
         if only is None:
             self._fork_samples()
+        left, late = _HASHED_A_STEP, set[Request]()
         while True:
             waiting = self.waiting if only is None else [o for o in self.waiting if o is only]
-            ready = (one for one in waiting if not far.is_fetching(one))
+            ready = (one for one in waiting if one not in late and not far.is_fetching(one))
             request = next((one for one in ready if one.leader in (None, one)), None)
             if request is None:
                 break
-            wanted = self._wanted_tokens(request)
-            prefix = (None if request.cached else request.known, request.salt)
+            wanted, hashed = self._wanted_tokens(request), self._hashed_of(request)
+            if is_busy:
+                before = len(hashed.contents)
+                if not hashed.hash_more(left):
+                    late.add(request)
+                left -= len(hashed.contents) - before
+                if request in late:
+                    continue
+            prefix = (None if request.cached else hashed, request.salt)
             spare = [len(self.by_age(shard)) for shard in range(len(self.shards.managers))]
             choose = functools.partial(self.shards.choose, wanted, *prefix, spare_blocks=spare)
             shard = choose()
@@ -165,9 +180,7 @@ class RequestQueue:
                 shard = choose()
             if shard is None:
                 break
-            if request.cached is None and far.begin(
-                request, shard, request.known, request.salt, wanted
-            ):
+            if request.cached is None and far.begin(request, shard, hashed, wanted):
                 continue
             if not far.make_room(shard, *prefix, wanted):
                 break
@@ -175,7 +188,7 @@ class RequestQueue:
                 self._settle(request, self.shards.admit(shard, wanted, *prefix), request.cached)
                 continue
             prefixes = self.shards.managers[shard].prefixes
-            known_tokens = prefixes.known_tokens(request.known, request.salt)
+            known_tokens = prefixes.known_tokens(hashed, request.salt)
             slot = self.shards.admit(shard, wanted, *prefix)
             hit = self.shards.length_of(slot)
             self.waiting.remove(request)
@@ -267,10 +280,20 @@ class RequestQueue:
         """Tokens that a request needs blocks for now: those known, and those in flight."""
         return min(request.num_known + self._step_tokens, len(request.token_ids))
 
+    def _hashed_of(self, request: Request) -> HashedTokens:
+        """What a request that waits knows, as it is looked up."""
+        if request not in self._hashed:
+            size = self.shards.managers[0].plan.block_tokens
+            shares = request.cached is None and self.shards.managers[0].plan.num_snapshots
+            known = request.known if shares else request.known[:0]
+            self._hashed[request] = HashedTokens(known, request.salt, size)
+        return self._hashed[request]
+
     def _start(self, request: Request, slot: int, length: int) -> None:
         """A request gets a slot, which holds its first tokens already."""
         self._undo.save(request)
         self._far().forget(request)
+        self._hashed.pop(request, None)
         request.slot = slot
         self._known.enter(request, self._undo)
         self._drop_table()

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from dsv4_jax.allocator import disk_tier
+from dsv4_jax.allocator.block_contents import BlockContent, contents_of
 from dsv4_jax.allocator.disk_tier import DiskTier
 from dsv4_jax.allocator.page_files import HEADER_BYTES, DamagedFileError, disk_bytes
-from dsv4_jax.allocator.prefix_tree import BlockContent, contents_of
+from dsv4_jax.cache.row_sums import as_number
 
 SHAPE = {"model": "a"}
 SIZE = 5000
@@ -43,9 +44,10 @@ def found(tier, count, *, of="blocks", salt=b""):
     for number, (content, parent) in enumerate(prefix(count, salt)):
         if page := tier.find(of, content, parent):
             with contextlib.suppress(OSError, DamagedFileError):
-                data, checksum = tier.read(page, SIZE)
+                data, sums = np.empty(SIZE, np.uint8), np.empty(2, np.uint32)
+                tier.read(page, data, sums)
                 np.testing.assert_array_equal(data, data_of(number))
-                assert checksum == number
+                assert as_number(sums) == number
                 numbers.append(number)
     return numbers
 
@@ -84,6 +86,26 @@ def test_what_is_written_outlives_the_tier_for_the_same_shape_and_the_owner_alon
     assert (other.num_pages, other.num_bytes) == (0, 4 * disk_bytes(SIZE))
     for path in (folder, *folder.rglob("*")):
         assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_what_comes_before_the_blocks_that_were_used_last_is_known(open_tier, monkeypatch):
+    monkeypatch.setattr(disk_tier, "MOST_SHOWN", 3)
+    first = open_tier()
+    put(first, 5, stamp=time.time_ns())
+    put(first, 1, of="snapshots")
+    first.close()
+    second = open_tier()
+    contents, none = prefix(5), bytes(16)
+    wanted = [(content.key, parent or none) for content, parent in contents]
+    assert [(page.key, page.parent) for page in second.latest()] == wanted[2::-1]
+    second.use([second.find("blocks", *contents[number]) for number in (3, 4)])
+    second._thread.submit(lambda: None).result()
+    assert [(page.key, page.parent) for page in second.latest()] == [
+        wanted[0], wanted[4], wanted[3]
+    ]  # fmt: skip
+    second.drop(second.find("blocks", *contents[4]))
+    second._thread.submit(lambda: None).result()
+    assert [page.key for page in second.latest()] == [wanted[0][0], wanted[3][0]]
 
 
 def test_a_page_of_other_tokens_is_a_miss(open_tier):
@@ -195,7 +217,7 @@ import sys
 import numpy as np
 sys.path[:0] = sys.argv[2:]
 from dsv4_jax.allocator.disk_tier import DiskTier
-from dsv4_jax.allocator.prefix_tree import contents_of
+from dsv4_jax.allocator.block_contents import contents_of
 tier = DiskTier(sys.argv[1], 10**9, {"model": "a"})
 for number, one in enumerate(contents_of(np.arange(40_000, dtype=np.int32), b"", 4)):
     data = np.random.default_rng(number).integers(0, 256, 5000, np.uint8)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import dsv4_jax as ds
-from dsv4_jax.allocator.prefix_tree import contents_of
+from dsv4_jax.allocator.block_contents import contents_of
 from helpers.schedules import step_input
 
 CONFIG = ds.DSV4Config.tiny()  # blocks of 128 tokens
@@ -45,17 +45,17 @@ def test_a_block_is_brought_back_where_one_is_left_for_each_admitted_request():
     manager = make_manager(num_blocks=4)
     prefixes, tokens = manager.prefixes, np.arange(384, dtype=np.int32)
     slots = [manager.admit(9) for _ in range(2)]
-    node = None
     contents = [content for content, _ in contents_of(tokens, b"", 128)]
-    assert prefixes.bring_back(None, contents[0], 0) is None
+    chain = []
+    assert prefixes.bring_back(chain, contents) == []
     manager.release(slots[0])
-    node = prefixes.bring_back(None, contents[0], 0)
-    assert node is not None
-    assert manager.num_free_blocks == 2
-    second = prefixes.bring_back(node, contents[1], 1)
-    assert second is not None
-    assert prefixes.bring_back(second, contents[2], 2) is None
-    assert prefixes.bring_back(node, contents[1], 1) is second
+    rows = prefixes.bring_back(chain, contents[:1])
+    assert (len(rows), rows, manager.num_free_blocks) == (1, [chain[0].block], 2)
+    rows = prefixes.bring_back(chain, contents[1:])
+    assert (rows, len(chain)) == ([chain[1].block], 2)  # the third would be the last free one
+    again = [chain[0]]
+    assert prefixes.bring_back(again, contents[1:]) == [-1]
+    assert again == chain
     manager.extend(slots[1], 200)
     assert manager.num_free_blocks == 0
 

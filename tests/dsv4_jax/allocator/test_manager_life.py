@@ -175,19 +175,19 @@ def break_snapshot_loads(monkeypatch):
 
 
 def break_salts(monkeypatch):
-    monkeypatch.setattr("dsv4_jax.allocator.prefix_tree._root_key", lambda salt: b"0" * 16)
+    monkeypatch.setattr("dsv4_jax.allocator.block_contents._root_key", lambda salt: b"0" * 16)
 
 
 def break_chaining(monkeypatch):
     """A block is known by its own tokens alone, whatever came before."""
-    monkeypatch.setattr("dsv4_jax.allocator.prefix_tree._chain", lambda key, tokens: tokens[:16])
+    monkeypatch.setattr("dsv4_jax.allocator.block_contents._chain", lambda key, tokens: tokens[:16])
     monkeypatch.setattr(PrefixTree, "match", _match_by_tokens)
 
 
-def _match_by_tokens(self, token_ids, salt):
+def _match_by_tokens(self, tokens, num_blocks):
     chain = []
-    for start in range(0, len(token_ids) // self.block_tokens * self.block_tokens, 128):
-        node = self._nodes.get(np.ascontiguousarray(token_ids[start : start + 128]).tobytes()[:16])
+    for content in tokens.upto(num_blocks)[:num_blocks]:
+        node = self._nodes.get(content.tokens[:16])
         if node is None:
             break
         chain.append(node)

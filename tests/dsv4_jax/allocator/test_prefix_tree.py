@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from dsv4_jax.allocator.prefix_tree import BlockContent, PrefixTree
+from dsv4_jax.allocator.block_contents import BlockContent
+from dsv4_jax.allocator.prefix_tree import PrefixTree
 
 
 def grown(num_nodes):

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving import sizing
+from dsv4_jax.serving import engine_state, sizing
 from dsv4_jax.serving.device import disk_shape, far_pages
+from dsv4_jax.serving.engine_state import read_state
 from dsv4_jax.serving.options import EngineOptions
 from helpers import serving
 from helpers.engine_life import Life, alone
-from helpers.serving import limit, make_engine, prompt, run_to_end
+from helpers.serving import limit, make_engine, prompt, run_to_end, until
 
 OPTIONS = {"max_new_tokens": 6, "stop_token_ids": ()}
 
@@ -66,9 +67,9 @@ def test_others_run_while_a_file_is_read_and_a_damaged_one_is_computed_again(
     first = build()
     run_to_end(first, first.submit(text, **OPTIONS))
     second = build(host_cache_bytes=10**6)
-    gather, may_come = far_pages.gather_pages, threading.Event()
+    gather, may_come = far_pages.gather_run, threading.Event()
     monkeypatch.setattr(
-        "dsv4_jax.serving.device.host_copies.gather_pages",
+        "dsv4_jax.serving.device.host_copies.gather_run",
         lambda *arguments: (may_come.wait(), gather(*arguments))[1],
     )
     waits = second.submit(text, **OPTIONS)
@@ -96,6 +97,33 @@ def test_what_goes_to_the_disk_needs_room_for_one_page_of_the_host(build):
     first.close()
     assert [page.of for page in first.loop.host.disk._pages.values()] == ["blocks"] * 2
     assert not first.loop.host._stores.begun
+
+
+def test_the_state_of_an_engine_lists_what_lies_on_the_disk_alone(build, monkeypatch):
+    """After a restart too, when only the files say what comes before what; it is bounded."""
+    first, rng = build(), np.random.default_rng(8)
+    text = prompt(rng, 520)
+    run_to_end(first, first.submit(text, **OPTIONS))
+    for restarted in (False, True):
+        engine = build() if restarted else first
+        if not restarted:
+            engine.loop.host.settle(5.0)
+            engine.loop.shards.managers[0].evict(2)
+            disk = engine.loop.host.disk
+            until(lambda disk=disk: disk.num_pages == 6)
+            for page in engine.loop.host.tier.pages:
+                engine.loop.host.tier.drop(page)
+        shown = [
+            (one["where"], one["parent"], one["tokens"], one["resumes"], one["block"] >= 0)
+            for one in read_state(engine)["prefixes"]
+        ]
+        near = [["disk"], False] if restarted else [["device", "disk"], True]
+        assert shown == [
+            (near[0], -1, 128, False, near[1]), (near[0], 0, 256, False, near[1]),
+            (["disk"], 1, 384, shown[2][3], False), (["disk"], 2, 512, True, False),
+        ]  # fmt: skip
+    monkeypatch.setattr(engine_state, "MAX_NODES", 3)
+    assert [one["tokens"] for one in read_state(engine)["prefixes"]] == [128, 256, 384]
 
 
 def test_after_a_call_that_raised_the_disk_is_what_it_was(build, monkeypatch):

@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
+from dsv4_jax.allocator.block_contents import BlockContent
 from dsv4_jax.allocator.host_tier import HostTier
-from dsv4_jax.allocator.prefix_tree import BlockContent
+from dsv4_jax.allocator.prefix_tree import Leaving
 from dsv4_jax.cache.packed_rows import row_bytes
 from dsv4_jax.runtime import Memory
 from dsv4_jax.serving import sizing
-from dsv4_jax.serving.device import host_copies, page_memory, page_stores
+from dsv4_jax.serving.device import far_fetch, far_pages, host_copies, page_memory, page_stores
+from dsv4_jax.serving.device.host_copies import HostCopies
 from dsv4_jax.serving.engine_state import read_state
+from dsv4_jax.serving.schedule import request_queue
 from helpers import serving
 from helpers.engine_life import Life, alone
 from helpers.serving import limit, make_engine, prompt, run_to_end, until
@@ -39,10 +42,14 @@ def settle(engine):
 def check(engine):
     """The bound is exact, and only what is on its way is held."""
     host = engine.loop.host
-    pages = list(host.tier._pages.values())
-    assert host.tier.num_bytes == sum(page.num_bytes for page in pages) <= host.tier.max_bytes
+    slabs = host.tier.slabs
+    assert host.tier.num_bytes == sum(slab.num_bytes for slab in slabs) <= host.tier.max_bytes
+    for slab in slabs:
+        assert slab.num_bytes == slab.num_rows * slab.row_bytes
+        assert slab.data is None or slab.data.nbytes == slab.num_bytes
+        assert 0 < len(slab.pages) <= slab.num_rows
     if not host._fetches and not host._stores._runs:
-        assert not any(page.holders for page in pages)
+        assert not any(slab.holders for slab in slabs)
 
 
 class MovedLife(Life):
@@ -132,14 +139,14 @@ def test_others_run_while_a_copy_is_on_its_way(monkeypatch):
     wanted = alone(text, OPTIONS)
     run_to_end(engine, engine.submit(text, **OPTIONS))
     evict(engine)
-    gather, may_come = host_copies.gather_pages, []
+    gather, may_come = host_copies.gather_run, []
 
     def late(*arguments):
         while not may_come:
             time.sleep(0.001)
         return gather(*arguments)
 
-    monkeypatch.setattr(host_copies, "gather_pages", late)
+    monkeypatch.setattr(host_copies, "gather_run", late)
     runs = engine.submit(short, **(OPTIONS | {"max_new_tokens": 60}))
     engine.step()
     waits, later = engine.submit(text, **OPTIONS), engine.submit(short, **OPTIONS)
@@ -164,15 +171,15 @@ def test_copies_on_their_way_back_are_bounded_however_many_wait_for_them(monkeyp
     wanted = [alone(text, OPTIONS) for text in texts]
     for text in texts:
         run_to_end(engine, engine.submit(text, **OPTIONS))
+    monkeypatch.setattr(page_memory, "RUN_SIZES", (1,))
     evict(engine)
-    gather, may_come = host_copies.gather_pages, threading.Event()
+    gather, may_come = host_copies.gather_run, threading.Event()
 
     def late(*arguments):
         may_come.wait()
         return gather(*arguments)
 
-    monkeypatch.setattr(host_copies, "gather_pages", late)
-    monkeypatch.setattr(page_memory, "RUN_SIZES", (1,))
+    monkeypatch.setattr(host_copies, "gather_run", late)
     monkeypatch.setattr(host_copies, "MOST_LOADING", 2)
     runs = engine.submit(prompt(rng, 9), **(OPTIONS | {"max_new_tokens": 60}))
     engine.step()
@@ -189,6 +196,71 @@ def test_copies_on_their_way_back_are_bounded_however_many_wait_for_them(monkeyp
     engine.cancel(runs)
     settle(engine)
     check(engine)
+
+
+def test_work_for_a_prefix_comes_in_portions_while_somebody_runs(monkeypatch):
+    """A step never waits for more than one; alone nobody waits, and all comes at once."""
+    engine = make_engine(host_cache_bytes=10**6)
+    rng = np.random.default_rng(14)
+    text, short = prompt(rng, 600), prompt(rng, 9)
+    wanted = alone(text, OPTIONS)
+    run_to_end(engine, engine.submit(text, **OPTIONS))
+    monkeypatch.setattr(page_memory, "RUN_SIZES", (1,))
+    evict(engine)
+    host, done = engine.loop.host, []
+    monkeypatch.setattr(host_copies, "STEP_S", 0.0)
+    monkeypatch.setattr(host_copies, "_LOOKED_UP_TOGETHER", 1)
+    monkeypatch.setattr(request_queue, "_HASHED_A_STEP", 2)
+    for owner, name in ((far_fetch.FarSearch, "go_on"), (HostCopies, "_bring_back")):
+        call = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *a, call=call, name=name: (done.append(name), call(*a))[1]
+        )
+    runs = engine.submit(short, **(OPTIONS | {"max_new_tokens": 200}))
+    engine.step()
+    waits = engine.submit(text, **OPTIONS)
+    most, steps = 0, 0
+    while engine.requests[waits].slot < 0:
+        done.clear()
+        engine.step()
+        steps += 1
+        most = max(most, len(done))
+        assert engine.requests[runs].finish_reason is None
+        time.sleep(0.001)
+    assert (most <= 2, steps > 10) == (True, True)
+    completion = run_to_end(engine, waits)[0]
+    assert (completion, completion.hit_tokens) == (wanted, 512)
+    engine.cancel(runs)
+    evict(engine)
+    again = engine.submit(text, **OPTIONS)
+    while engine.requests[again].slot < 0:
+        engine.step()
+    assert run_to_end(engine, again)[0].hit_tokens == 512
+    settle(engine)
+    check(engine)
+    assert not host._fetches
+
+
+def test_runs_are_whole_slabs_in_order_within_the_size_of_a_copy(monkeypatch):
+    monkeypatch.setattr(page_memory, "RUN_SIZES", (1, 4, 16))
+    tier, number = HostTier(10**4), iter(range(99))
+    slabs = [
+        tier.add("blocks", [leaving(next(number)) for _ in range(size)], 10)
+        for size in (16, 4, 4, 4, 1, 1)
+    ]
+    large, first, second, third, one, other = slabs
+    file = far_pages.FilePage("blocks", leaving(98).content, 10, None)
+    pages = [*large.pages[2:5], first.pages[3], second.pages[0], first.pages[0], *one.pages, file,
+             *third.pages, *other.pages, large.pages[0], file]  # fmt: skip
+    runs = far_pages.runs_of("blocks", pages, 10)
+    assert [page for run in runs for page in run.pages] == pages
+    assert [run.slabs for run in runs] == [
+        [large], [first, second, one, third, other], [large], []
+    ]  # fmt: skip
+    assert [run.places.tolist() for run in runs] == [
+        [2, 3, 4], [3, 4, 0, 8, 14, 9, 10, 11, 12, 13], [0], [0]
+    ]  # fmt: skip
+    assert far_pages.runs_of("blocks", [], 10) == []
 
 
 def test_what_one_admission_pushes_out_the_next_one_finds_on_the_host():
@@ -340,9 +412,10 @@ def test_a_page_of_other_bytes_than_it_left_with_is_a_miss(caplog):
     evict(engine)
     assert not engine.verify().problems
     pages = engine.loop.host.tier.pages
-    assert {page.data.sharding.memory_kind for page in pages} == {"pinned_host"}
+    assert {page.slab.data.sharding.memory_kind for page in pages} == {"pinned_host"}
     page = next(page for page in pages if page.of == "blocks")
-    page.data = page.data.at[7].set(page.data[7] ^ 16)
+    slab, place = page.slab, (page.row, 7)
+    slab.data = slab.data.at[place].set(slab.data[place] ^ 16)
     (problem,) = engine.verify().problems
     assert (problem.kind, page.content.key.hex() in problem.where) == ("checksum", True)
     again = run_to_end(engine, engine.submit(text, **OPTIONS))[0]
@@ -367,7 +440,7 @@ def test_a_copy_that_fails_is_a_miss(monkeypatch):
     assert engine.loop.host.tier.num_pages == 0
     assert run_to_end(engine, engine.submit(text, **OPTIONS))[0] == wanted
     evict(engine)
-    monkeypatch.setattr(host_copies, "gather_pages", fail)
+    monkeypatch.setattr(host_copies, "gather_run", fail)
     again = run_to_end(engine, engine.submit(text, **OPTIONS))[0]
     assert (again, again.hit_tokens) == (wanted, 0)
     check(engine)
@@ -392,38 +465,71 @@ def test_after_a_call_that_raised_nothing_is_left_on_the_host(monkeypatch):
     assert engine.metrics.host_hit_tokens == 0
 
 
-def content(number):
-    return BlockContent(bytes([number]), b"tokens%d" % number)
+def leaving(number, of="blocks", parent=b""):
+    content = BlockContent(bytes([number]), b"tokens%d" % number)
+    return Leaving(of, number, content, parent, 128 * number)
 
 
-def test_pages_give_way_within_the_bound_and_never_while_they_are_held():
-    tier = HostTier(100)
-    pages = [tier.add("blocks", content(n), b"", 30) for n in range(3)]
-    assert (tier.num_bytes, tier.add("blocks", content(9), b"", 30)) == (90, None)  # all are held
-    tier.let_go(pages)
-    tier.hold(pages[:2])
-    assert tier.find("blocks", content(2), b"") is pages[2]
-    assert tier.add("snapshots", content(2), b"", 101) is None
-    assert tier.num_pages == 3
-    new = tier.add("snapshots", content(2), b"", 40)
-    assert tier.find("blocks", content(2), b"") is None
-    assert (tier.num_bytes, tier.evicted_bytes) == (100, 30)
-    tier.let_go([*pages[:2], new])
-    tier.add("blocks", content(4), b"", 30)
-    found = [tier.find("blocks", content(n), b"") is not None for n in range(5)]
+def find(tier, number, of="blocks"):
+    return tier.find(of, leaving(number).content, b"")
+
+
+def test_slabs_give_way_within_the_bound_and_never_while_they_are_held():
+    tier = HostTier(120)
+    slabs = [tier.add("blocks", [leaving(n), leaving(n + 10)], 15) for n in range(3)]
+    assert tier.num_bytes == 90
+    assert tier.add("blocks", [leaving(9)], 31) is None  # all are held
+    tier.let_go(slabs)
+    tier.hold(slabs[:2])
+    assert find(tier, 12) is slabs[2].pages[1]
+    assert tier.add("snapshots", [leaving(2)], 121) is None
+    assert tier.num_pages == 6
+    new = tier.add("snapshots", [leaving(2)], 60)
+    assert (find(tier, 2), find(tier, 12)) == (None, None)
+    assert slabs[2].data is None
+    assert (tier.num_bytes, tier.evicted_bytes) == (120, 30)
+    tier.let_go([*slabs[:2], new])
+    tier.add("blocks", [leaving(4)], 30)
+    found = [find(tier, n) is not None for n in range(5)]
     assert found == [True, False, False, False, True]  # of a prefix its end goes first
+
+
+def test_the_bytes_of_a_slab_count_until_its_last_page_has_gone():
+    tier = HostTier(60)
+    slab = tier.add("blocks", [leaving(1), leaving(2)], 20)
+    slab.data = object()
+    tier.let_go([slab])
+    first, second = slab.pages
+    tier.drop(first)
+    tier.drop(first)
+    assert (tier.num_bytes, tier.num_pages, find(tier, 1)) == (40, 1, None)
+    assert find(tier, 2) is second
+    tier.drop(second)
+    assert (tier.num_bytes, tier.num_pages, slab.data) == (0, 0, None)
+
+
+def test_a_page_that_is_used_keeps_its_slab_and_what_was_used_last_is_listed_first():
+    tier = HostTier(80)
+    slabs = [tier.add("blocks", [leaving(n), leaving(n + 10)], 20) for n in range(2)]
+    tier.let_go(slabs)
+    tier.use([("blocks", bytes([1])), ("blocks", bytes([10])), ("snapshots", bytes([1]))])
+    assert [page.row for page in tier.latest(3)] == [0, 1, 0]
+    assert tier.latest(1)[0].slab is slabs[0]
+    tier.add("blocks", [leaving(5)], 20)
+    assert [find(tier, n) is None for n in (0, 10, 1, 11)] == [False, False, True, True]
+    tier.demote(slabs[0])
+    tier.add("blocks", [leaving(6)], 40)
+    assert (find(tier, 0), find(tier, 5) is None) == (None, False)
 
 
 def test_a_page_of_other_tokens_or_another_parent_is_a_miss():
     tier = HostTier(100)
-    page = tier.add("blocks", content(1), b"parent", 30)
-    assert tier.find("blocks", content(1), b"parent") is page
-    assert tier.find("blocks", content(1)._replace(tokens=b"others"), b"parent") is None
-    assert tier.find("blocks", content(1), b"") is None
-    assert tier.find("snapshots", content(1), b"parent") is None
-    assert tier.add("blocks", content(1), b"parent", 30) is None
-    tier.drop(page)
-    assert (tier.num_bytes, tier.num_pages) == (0, 0)
+    (page,) = tier.add("blocks", [leaving(1, parent=b"parent")], 30).pages
+    content = page.content
+    assert tier.find("blocks", content, b"parent") is page
+    assert tier.find("blocks", content._replace(tokens=b"others"), b"parent") is None
+    assert tier.find("blocks", content, b"") is None
+    assert tier.find("snapshots", content, b"parent") is None
 
 
 def test_a_share_of_the_host_is_found_and_more_than_all_is_refused(monkeypatch):

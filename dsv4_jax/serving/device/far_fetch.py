@@ -1,0 +1,108 @@
+"""A prefix that lies partly elsewhere than on the devices: how far it goes, and its way back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from dsv4_jax.allocator.block_contents import BlockContent, HashedTokens
+from dsv4_jax.allocator.host_tier import Slab
+from dsv4_jax.allocator.prefix_cache import PrefixCache
+from dsv4_jax.allocator.prefix_tree import PrefixNode
+from dsv4_jax.serving.device.far_pages import AnyPage, FarRun
+from dsv4_jax.serving.requests.request import Request
+
+type Find = Callable[[str, BlockContent, bytes], AnyPage | None]
+"""(of, content, parent) -> where that page lies; None is nowhere."""
+
+
+class FarSearch:
+    """A search for the longest prefix that ends at a snapshot, in portions.
+
+    Attributes:
+      blocks: pages of blocks that the devices lack, in order.
+      length: blocks of the longest prefix so far.
+      snapshot: at its end; None while it is no longer than what the devices can resume.
+    """
+
+    def __init__(self, tokens: HashedTokens, most: int, num_known: int, resumable: int) -> None:
+        """Has looked at nothing yet.
+
+        Args:
+          tokens: what is looked for.
+          most: blocks of it that count.
+          num_known: first ones that the devices have.
+          resumable: those up to the last snapshot that the devices have.
+        """
+        self._tokens, self._most, self._number = tokens, most, resumable
+        self.num_known, self.resumable = num_known, resumable
+        self.blocks: list[AnyPage] = []
+        self.length = resumable
+        self.snapshot: AnyPage | None = None
+
+    def go_on(self, find: Find, count: int) -> bool:
+        """Looks for so many further blocks; whether it has ended."""
+        end = min(self._number + count, self._most)
+        contents = self._tokens.upto(end)
+        parent = self._tokens.key_before(self._number)
+        for number in range(self._number, end):
+            content = contents[number]
+            if number >= self.num_known:
+                page = find("blocks", content, parent)
+                if page is None:
+                    self._number = self._most = number
+                    return True
+                self.blocks.append(page)
+            if snapshot := find("snapshots", content, parent):
+                self.length, self.snapshot = number + 1, snapshot
+            parent = content.key
+        self._number = end
+        return end == self._most
+
+    @property
+    def pages(self) -> list[AnyPage]:
+        """What of the blocks the prefix needs."""
+        return self.blocks[: max(self.length - self.num_known, 0)]
+
+
+@dataclasses.dataclass(eq=False)
+class Fetch:
+    """A prefix on its way back.
+
+    First it is looked up, `search`, while the slabs of what was found are `held`, and then brought,
+    in runs of blocks and one of a snapshot. `chain` are the nodes that are used, `keys` those of
+    what it brings. `num_tokens` are those that it spares, `file_tokens` those of blocks from the
+    disk. Without a search and runs it has come, and `resumes` at its last node.
+    """
+
+    request: Request
+    shard: int
+    chain: list[PrefixNode]
+    started_s: float
+    search: FarSearch | None
+    held: dict[Slab, None] = dataclasses.field(default_factory=dict)
+    runs: list[FarRun] = dataclasses.field(default_factory=list)
+    keys: set[tuple[str, bytes]] = dataclasses.field(default_factory=set)
+    num_tokens: int = 0
+    file_tokens: int = 0
+    resumes: PrefixNode | None = None
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it has not come yet."""
+        return self.search is not None or bool(self.runs)
+
+    def take_rows(self, prefixes: PrefixCache, run: FarRun) -> list[int]:
+        """Rows for the first pages of a run that can be written, -1 for one that is there."""
+        if run.of == "blocks":
+            return prefixes.bring_back(self.chain, [page.content for page in run.pages])
+        if not self.chain:
+            return []
+        parent = self.chain[-1]
+        if parent.snapshot >= 0:
+            return [-1]
+        place = prefixes.begin_snapshot()
+        if place < 0:
+            return []
+        prefixes.tree.put_snapshot(parent, place)
+        return [place]
