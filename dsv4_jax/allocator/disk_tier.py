@@ -15,6 +15,7 @@ import heapq
 import itertools
 import json
 import logging
+import math
 import os
 import pathlib
 import stat
@@ -90,6 +91,7 @@ class DiskTier:
         self._changing = threading.Lock()
         self._numbers = itertools.count()
         self._resumes_s = self._looked_s = 0.0
+        self._missed_s = -math.inf
         self._is_closed = False
         self._unlock: Callable[[], object] = lambda: None
         self._make(self._root)
@@ -171,7 +173,9 @@ class DiskTier:
         try:
             sums[:] = as_halves(read_page(page, self.shape, data))
         except (OSError, DamagedFileError) as error:
-            if not isinstance(error, FileNotFoundError):
+            if isinstance(error, FileNotFoundError):
+                self._look_for_missing()
+            else:
                 self.damaged += 1
                 self._refused.add(page.path)
                 self._warn("read", f"a page is computed again: {error}")
@@ -284,6 +288,17 @@ class DiskTier:
             }
             every = (*pages.values(), *others.values())
             self.num_bytes = sum(page.num_bytes for page in every)
+
+    def _look_for_missing(self) -> None:
+        """Who removed one file may have removed many, each of which would be a miss of its own."""
+        if time.monotonic() > self._missed_s + REFRESH_S:
+            self._missed_s = time.monotonic()
+            self._later(self._drop_missing)
+
+    def _drop_missing(self) -> None:
+        for page in list(self._pages.values()):
+            if not page.path.exists():
+                self._drop(page)
 
     def _show(self, used: Sequence[StoredPage] | None = None) -> None:
         """Looks what comes before blocks that were used, or before those that were used last."""
