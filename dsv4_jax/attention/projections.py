@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.attention.compressor import weights_and_biases
 from dsv4_jax.attention.indexer import split_index_heads
-from dsv4_jax.attention.params import AttentionParams, IndexerParams
+from dsv4_jax.attention.params import AttentionParams, IndexerParams, SourceParams
 from dsv4_jax.attention.pooling import repool
 from dsv4_jax.cache.new_tokens import Projections
 from dsv4_jax.collectives import sum_to_rows
@@ -26,6 +26,7 @@ from dsv4_jax.linear import (
     name_product,
 )
 from dsv4_jax.mesh import MODEL, axis_size
+from pallas_kernels import joined_linears
 from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
 from pallas_kernels.common.pending import MaybeSplit, Unnormed, finish
 from pallas_kernels.common.weights import (
@@ -95,7 +96,7 @@ def project_tokens(
     dense, biases = weights_and_biases(compressors)
     source = params.source
     if source is not None:
-        dense = [source.wkv] if source.wgate is None else [source.wkv, source.wgate]
+        dense = _source_weights(source)
         biases = [None] * len(dense)
     if selects:
         assert indexer is not None
@@ -122,6 +123,17 @@ def project_tokens(
     ]
     projections = dict(zip(("compressor", "indexer"), new, strict=False))
     return ProjectedTokens(latent, finish(kv), index_weights=last, **projections)
+
+
+def project_source(source: SourceParams, x: jax.Array, positions: jax.Array) -> Projections:
+    """What entries are made of alone, as `project_tokens` has it, of a layer that makes some."""
+    dense = _source_weights(source)
+    products = joined_linears(x, dense, [None] * len(dense), positions)
+    return Projections(values=products[0], scores=products[-1])
+
+
+def _source_weights(source: SourceParams) -> list[jax.Array]:
+    return [source.wkv] if source.wgate is None else [source.wkv, source.wgate]
 
 
 def project_entries(

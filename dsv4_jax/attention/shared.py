@@ -8,7 +8,13 @@ import jax
 from jax.typing import DTypeLike
 
 from dsv4_jax.attention.params import AttentionParams, SourceParams
-from dsv4_jax.attention.projections import Output, output, project_queries, project_tokens
+from dsv4_jax.attention.projections import (
+    Output,
+    output,
+    project_queries,
+    project_source,
+    project_tokens,
+)
 from dsv4_jax.attention.rope import rope_frequencies
 from dsv4_jax.attention.selection import select_on_cache
 from dsv4_jax.cache.append import LayerNorms, LayerTokens
@@ -62,6 +68,27 @@ def shared_attention(
     assert selected is not None
     attended = handle.attend(appended.queries, params.attn_sink, selected, frequencies)
     return handle, appended.new_tokens, output(params, attended.astype(x.dtype), config)
+
+
+def make_shared_entries(
+    params: AttentionParams, x: jax.Array, handle: LayerCacheHandle, config: DSV4Config
+) -> tuple[LayerCacheHandle, Projections | None]:
+    """The entries of a layer that makes some, and nothing else of its attention.
+
+    Args:
+      params: parameters of the layer.
+      x: [T, D], normed.
+      handle: the layer's cache in this call.
+      config: the model.
+
+    Returns:
+      The handle, and what tokens of open windows leave, still to be committed; None where none do.
+    """
+    assert params.source is not None
+    new = jax.lax.optimization_barrier(project_source(params.source, x, handle.positions))
+    frequencies = rope_frequencies(config, AttentionType.CSA)
+    handle = _make_entries(params.source, new, handle, frequencies, config, x.dtype)
+    return handle, new if handle.schema.pending_tokens else None
 
 
 def _make_entries(

@@ -3,6 +3,7 @@
     model_config             `DSV4Config` and its presets
     layer_types              how a layer attends and how it routes
     layer_schedule           which layer is of which, and where its arrays lie
+    upper_layers             which layers a prompt needs for its last tokens alone
     limits                   type and range of each size
     read_json, write_json    `config.json`: two forms are read, one is written
     idea                     what a researcher puts in the place of parts of the model

@@ -15,10 +15,10 @@ from dsv4_jax.attention.csa import csa_attention
 from dsv4_jax.attention.hca import hca_attention
 from dsv4_jax.attention.params import AttentionParams
 from dsv4_jax.attention.projections import Output
-from dsv4_jax.attention.shared import shared_attention
+from dsv4_jax.attention.shared import make_shared_entries, shared_attention
 from dsv4_jax.attention.swa import swa_attention
 from dsv4_jax.cache.handle import LayerCacheHandle
-from dsv4_jax.cache.new_tokens import NewTokens
+from dsv4_jax.cache.new_tokens import NewTokens, Projections
 from dsv4_jax.collectives import join_rows
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
@@ -69,6 +69,30 @@ def run_block(
         *experts, residual, token_ids, handle.call.segment_ids, peers, config=config
     )
     return handle, new, residual
+
+
+def make_block_entries(
+    params: LayerParams,
+    residual: Residual,
+    handle: LayerCacheHandle,
+    config: DSV4Config,
+    *,
+    num_rows: int,
+) -> tuple[LayerCacheHandle, Projections | None]:
+    """The entries that a block makes of a call's tokens, without the rest of it.
+
+    Args:
+      params: parameters of a layer that makes entries which others read too.
+      residual: as in `run_block`.
+      handle: the layer's cache in this call.
+      config: the model.
+      num_rows: T.
+
+    Returns:
+      The handle, and what tokens of open windows leave, still to be committed; None where none do.
+    """
+    mix = read_streams(params.hc_attn, params.attn_norm, residual, config, "entries_hc")
+    return make_shared_entries(params.attn, join_rows(mix.normed, num_rows), handle, config)
 
 
 @functools.partial(jax.jit, static_argnames=("num_rows", "config"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, cast
 
 import flax.struct
@@ -94,6 +95,11 @@ def layer_of(layers: LayerParams | tuple[LayerParams, ...], index: int | jax.Arr
         assert isinstance(index, int)
         return layers[index]
     return jax.tree.map(lambda leaf: leaf[index], layers)
+
+
+def without_source(layer: LayerParams) -> LayerParams:
+    """The layer without what it makes entries with, for tokens whose entries are there."""
+    return dataclasses.replace(layer, attn=dataclasses.replace(layer.attn, source=None))
 
 
 def stack_shapes(shapes: LayerParams, count: int) -> LayerParams:

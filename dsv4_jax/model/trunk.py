@@ -24,14 +24,16 @@ from dsv4_jax.cache.token_ids import keep_token_ids
 from dsv4_jax.collectives import join_rows, rows_of_a_device, sum_over_model, take_rows
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import LayerSpec, Segment, layer_schedule, split_into_segments
+from dsv4_jax.config.upper_layers import upper_layers
 from dsv4_jax.engram import EngramRows
 from dsv4_jax.linear import linear
 from dsv4_jax.mesh import MODEL, axis_size, place_on
-from dsv4_jax.model.block import run_block
+from dsv4_jax.model.block import make_block_entries, run_block
 from dsv4_jax.model.engram import look_up_call, write_rows
 from dsv4_jax.model.hyper_connections import Residual, collapse_streams
-from dsv4_jax.model.layer_params import HyperConnectionParams, layer_of
+from dsv4_jax.model.layer_params import HyperConnectionParams, layer_of, without_source
 from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.model.some_rows import pick, pick_call, pick_residual, spread
 from dsv4_jax.peers import using
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.norm_rope import rms_norm
@@ -84,6 +86,7 @@ def run_layers(
     *,
     targets: tuple[int, ...] = (),
     engram_rows: EngramRows | None = None,
+    upper: jax.Array | None = None,
 ) -> TrunkOutput:
     """The trunk on a cache: every layer appends, selects and attends.
 
@@ -101,6 +104,10 @@ def run_layers(
       targets: layers, ascending, after which a DSpark draft reads the streams.
       engram_rows: what the call's tokens read of the Engram tables; None looks them up, in a
         program by a callback.
+      upper: i32[U], of a staged call, the places of tokens that `upper_layers` run too, ascending,
+        then -1; all of a row's are among them or none is. Entries are made of all tokens. Streams
+        and means of the others are zeros, and so is what those layers stage of them. None runs all
+        layers of all tokens.
     """
     rows = None
     if config.engram is not None:
@@ -108,23 +115,124 @@ def run_layers(
         cache, staged = keep_token_ids(cache, staged, token_ids, call)
     streams = embed(params, token_ids, config)
     residual = start_residual(streams, shifted=config.shifted_streams)
-    carry = (cache, staged, residual, *_nothing_selected(cache, token_ids.shape[0], config))
+    num_rows, schedule = token_ids.shape[0], layer_schedule(config)
+    lower, higher = _halves(schedule, config, upper, staged)
+    carry = (cache, staged, residual, *_nothing_selected(cache, num_rows, config))
+    part = Part(lower, token_ids, call, rows)
+    carry, means = _run_part(part, params, carry, targets, config)
+    if upper is not None:
+        with using(params.peers):
+            means = [join_rows(mean, num_rows) for mean in means]
+            carry = _make_entries(higher[0], part, params, carry, config)
+            cache, staged, residual, *_ = carry
+            residual = pick_residual(residual, upper, num_rows)
+        carry = (cache, staged, residual, *_nothing_selected(cache, len(upper), config))
+        rows = jax.tree.map(lambda leaf: pick(leaf, upper), rows)
+        part = Part(higher, pick(token_ids, upper), pick_call(call, upper), rows, upper, num_rows)
+        carry, more = _run_part(part, params, carry, targets, config)
+        with using(params.peers):
+            means += [part.spread(join_rows(mean, len(upper))) for mean in more]
+    cache, staged, residual, *_ = carry
+    with using(params.peers):
+        joined = join_rows(jnp.stack(means, axis=1), num_rows) if means else None
+        streams = part.spread(join_rows(residual.before_head(), len(part.token_ids)))
+        return TrunkOutput(cache, staged, streams, joined)
+
+
+class Part(NamedTuple):
+    """Layers, and the tokens that they run.
+
+    Attributes:
+      specs: the layers.
+      token_ids: i32[U].
+      call: indices of these tokens.
+      rows: what they read of the Engram tables.
+      places: i32[U], where they lie in the whole call of T tokens; None where they are all of it.
+      num_rows: T, where they are not.
+    """
+
+    specs: tuple[LayerSpec, ...]
+    token_ids: jax.Array
+    call: CallIndices
+    rows: EngramRows | None
+    places: jax.Array | None = None
+    num_rows: int = 0
+
+    def spread[Tree](self, tree: Tree) -> Tree:
+        """What tokens gave, [U, ...], at their places in the whole call."""
+        if self.places is None:
+            return tree
+        places = self.places
+        return jax.tree.map(lambda leaf: spread(leaf, places, self.num_rows), tree)
+
+
+def _halves(
+    schedule: tuple[LayerSpec, ...],
+    config: DSV4Config,
+    upper: jax.Array | None,
+    staged: Mapping[str, Family] | None,
+) -> tuple[tuple[LayerSpec, ...], tuple[LayerSpec, ...]]:
+    """Layers that all tokens run, and those that some do.
+
+    Raises:
+      ValueError: some are to run less, and the model has no such layers.
+    """
+    if upper is None:
+        return schedule, ()
+    found = upper_layers(config)
+    if found is None:
+        raise ValueError(
+            "upper must be None of a model all of whose layers make entries of their own, got "
+            f"i32{list(upper.shape)}"
+        )
+    assert staged is not None, "rings take the tokens of all rows together"
+    return schedule[: found.first], schedule[found.first :]
+
+
+def _run_part(
+    part: Part,
+    params: DSV4Params,
+    carry: Carry,
+    targets: tuple[int, ...],
+    config: DSV4Config,
+) -> tuple[Carry, list[jax.Array]]:
+    """Runs some layers, and takes the means of the streams at those that are targets."""
     means = []
-    for segment in _segments(layer_schedule(config), targets):
+    for segment in _segments(part.specs, targets):
         first, last = segment.pattern[0], segment.pattern[-1]
         if config.shifted_streams and first.layer_idx in targets:
             layer = layer_of(params.layers[first.kind], first.kind_idx)
-            residual = write_rows(layer, carry[2], rows, first, config)
+            residual = write_rows(layer, carry[2], part.rows, first, config)
             means.append(mean_of_streams(residual.written()))
-        carry = _run_segment(segment, params, token_ids, call, config, carry, rows)
+        carry = _run_segment(segment, part, params, carry, config)
         is_target = last.layer_idx in targets and segment.repeats == 1
         if is_target and not config.shifted_streams:
             means.append(mean_of_streams(carry[2].written()))
-    cache, staged, residual, *_ = carry
-    num_rows = token_ids.shape[0]
-    with using(params.peers):
-        joined = join_rows(jnp.stack(means, axis=1), num_rows) if means else None
-        return TrunkOutput(cache, staged, join_rows(residual.before_head(), num_rows), joined)
+    return carry, means
+
+
+def _make_entries(
+    spec: LayerSpec, part: Part, params: DSV4Params, carry: Carry, config: DSV4Config
+) -> Carry:
+    """The entries that a layer makes of all tokens; it neither attends nor writes to streams."""
+    cache, staged, residual, selected, candidates = carry
+    layer = layer_of(params.layers[spec.kind], spec.kind_idx)
+    schema = cache.schemas[spec.layer_idx]
+    handle = cache.layer(
+        spec.attn, spec.family_idx, part.call, schema=schema, entry_idx=spec.entry_idx
+    )
+    with jax.named_scope(f"{spec.kind}_entries"):
+        written = write_rows(layer, residual, part.rows, spec, config)
+        handle, pending = make_block_entries(
+            layer, written, handle, config, num_rows=len(part.token_ids)
+        )
+    cache = cache.with_layer(handle)
+    if pending is not None:
+        assert staged is not None
+        family = schema.entry_family
+        new = NewTokens(window={}, compressor=pending, indexer=None)
+        staged = {**staged, family: put_layer(staged[family], spec.entry_idx, new)}
+    return cache, staged, residual, selected, candidates
 
 
 def _nothing_selected(
@@ -152,8 +260,10 @@ def mean_of_streams(streams: jax.Array) -> jax.Array:
 
 
 def _segments(schedule: tuple[LayerSpec, ...], targets: tuple[int, ...]) -> tuple[Segment, ...]:
-    """Segments of the trunk, each target layer in one of its own."""
-    cuts = sorted({0, len(schedule), *targets, *(target + 1 for target in targets)})
+    """Segments of layers of the trunk, each target layer in one of its own."""
+    first = schedule[0].layer_idx
+    ends = {target + after - first for target in targets for after in (0, 1)}
+    cuts = sorted({0, len(schedule)} | {end for end in ends if 0 < end < len(schedule)})
     parts = (schedule[start:end] for start, end in itertools.pairwise(cuts))
     return tuple(segment for part in parts for segment in split_into_segments(part))
 
@@ -170,14 +280,9 @@ selected, and candidates."""
 
 
 def _run_segment(
-    segment: Segment,
-    params: DSV4Params,
-    token_ids: jax.Array,
-    call: CallIndices,
-    config: DSV4Config,
-    carry: Carry,
-    rows: EngramRows | None,
+    segment: Segment, part: Part, params: DSV4Params, carry: Carry, config: DSV4Config
 ) -> Carry:
+    call = part.call
     stacked = not any(isinstance(params.layers[spec.kind], tuple) for spec in segment.pattern)
 
     def run_pattern(carry: Carry, copy: jax.Array | int) -> tuple[Carry, None]:
@@ -185,6 +290,8 @@ def _run_segment(
             kind_idx = spec.kind_idx + copy * segment.kind_stride(spec)
             family_idx = spec.family_idx + copy * segment.family_stride(spec)
             layer = layer_of(params.layers[spec.kind], kind_idx)
+            if part.places is not None and spec.makes_entries:  # those are there already
+                layer = without_source(layer)
             cache, staged, residual, selected, candidates = carry
             in_place = staged is None and call.max_row_tokens == 1 and config.query_norm
             shared, entry_idx = {}, family_idx
@@ -196,10 +303,11 @@ def _run_segment(
                 handle = dataclasses.replace(handle, selected=selected, candidates=candidates)
             with jax.named_scope(spec.kind):
                 table = copy * segment.engram_stride
-                residual = write_rows(layer, residual, rows, spec, config, table)
+                residual = write_rows(layer, residual, part.rows, spec, config, table)
                 handle, new, residual = run_block(
-                    layer, residual, token_ids, handle, config, params.peers
+                    layer, residual, part.token_ids, handle, config, params.peers
                 )
+            new = part.spread(new)
             if handle.selected is not None:
                 selected, candidates = handle.selected, handle.candidates
             kept = keep(cache, staged, handle, new, family_idx, entry_idx)
@@ -230,7 +338,7 @@ def keep(
         return cache.with_layer(handle), staged
     cache, attn = cache.with_layer(handle), str(handle.schema.attn_type)
     parts = [(attn, handle.layer, layer, new)]
-    if handle.entry_layer is not None and handle.schema.pending_tokens:
+    if handle.entry_layer is not None and handle.schema.pending_tokens and new.compressor:
         # Of another family, which fewer layers have.
         window = dataclasses.replace(new, compressor=None)
         pending = NewTokens(window={}, compressor=new.compressor, indexer=None)

@@ -30,7 +30,7 @@ from dsv4_jax.step.check_drafts import cut_drafts, verify_drafts
 from dsv4_jax.step.plain_step import plain_draw, plain_trunk
 from dsv4_jax.step.propose import propose, read_tokens, stage_context, target_layers
 from dsv4_jax.step.serve_values import ServeInput, ServeOutput, count_last, fill_in
-from dsv4_jax.step.step import check_call, pad_tokens, trunk_logits
+from dsv4_jax.step.step import check_call, pad_places, pad_tokens, trunk_logits
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.weights import with_activations
 
@@ -83,6 +83,7 @@ def serve_step(
         config,
         targets=target_layers(config) if draft_tokens else (),
         engram_rows=step_input.engram,
+        upper=pad_places(serve_input.upper),
     )
     cache, new_tokens, streams, _ = ran
     assert new_tokens is not None

@@ -39,6 +39,8 @@ class ServeInput:
         elsewhere.
       least_survival: f32[B], of DSpark stages: drafts that the step before guessed are checked as
         far as the chance that all of them are kept is at least this; None, or 0, checks all.
+      upper: i32[U], places in T of the tokens that `upper_layers` run too, ascending, then -1: all
+        tokens of the rows that draw, and of the others all or none; None is all tokens.
     """
 
     step: StepInput
@@ -50,6 +52,7 @@ class ServeInput:
     masks: TokenMasks | None = None
     num_steps: jax.Array | None = None
     least_survival: jax.Array | None = None
+    upper: jax.Array | None = None
 
 
 @flax.struct.dataclass(kw_only=True)

@@ -142,6 +142,13 @@ def pad_tokens(step_input: StepInput) -> StepInput:
     )
 
 
+def pad_places(places: jax.Array | None) -> jax.Array | None:
+    """i32[U] with -1 at its end, likewise; None stays None."""
+    if places is None:
+        return None
+    return jnp.pad(places, (0, _spare_rows(len(places))), constant_values=-1)
+
+
 def trunk_logits(params: DSV4Params, streams: jax.Array, config: DSV4Config) -> jax.Array:
     """[n, S, D] -> f32[n, V], on a number of rows at which a row's place changes no bit.
 
