@@ -66,13 +66,17 @@ class PrefixCache:
     def find_resumable(
         self, token_ids: np.ndarray | HashedTokens | None, salt: bytes, max_tokens: int
     ) -> list[PrefixNode]:
-        """The longest known prefix that ends at a snapshot, the last token left out."""
+        """The longest known prefix that ends at a snapshot, the last token left out.
+
+        So many tokens must follow that snapshot as it asks for.
+        """
         if token_ids is None or not self.tree.num_snapshots:
             return []
-        most = min(max(len(token_ids) - 1, 0), max_tokens)
-        chain = self.tree.match(self.hashed(token_ids, salt), most // self.tree.block_tokens)
-        length = len(chain)
-        while length and chain[length - 1].snapshot < 0:
+        most = max(len(token_ids) - 1, 0)
+        size = self.tree.block_tokens
+        chain = self.tree.match(self.hashed(token_ids, salt), min(most, max_tokens) // size)
+        length, last = len(chain), most // size * size
+        while length and not _resumes(chain[length - 1], last):
             length -= 1
         return chain[:length]
 
@@ -85,8 +89,19 @@ class PrefixCache:
         """Tokens that a request was admitted with."""
         return self.of(slot).hit_tokens
 
-    def is_resumable(self, slot: int, token_ids: np.ndarray) -> bool:
-        """Whether the tree has a snapshot at the end of `token_ids`, whole blocks of a request."""
+    def is_exact_hit(self, slot: int) -> bool:
+        """Whether all rings are what they should be where a request was admitted.
+
+        It is asked before anything else happens to the tree.
+        """
+        chain = self.of(slot).chain
+        return not chain or not chain[-1].must_follow
+
+    def is_resumable(self, slot: int, token_ids: np.ndarray, must_follow: int = 0) -> bool:
+        """Whether the tree has a snapshot at the end of `token_ids`, whole blocks of a request.
+
+        One that more tokens must follow does not count.
+        """
         prefix, size = self.of(slot), self.tree.block_tokens
         num_blocks = len(token_ids) // size
         first = min(len(prefix.chain), num_blocks)
@@ -97,7 +112,7 @@ class PrefixCache:
             node = self.tree.find_child(node, content)
             if node is None:
                 return False
-        return node is not None and node.snapshot >= 0
+        return node is not None and node.snapshot >= 0 and node.must_follow <= must_follow
 
     def of(self, slot: int) -> RequestPrefix:
         """What an admitted request has in common with the tree.
@@ -172,23 +187,24 @@ class PrefixCache:
             raise RuntimeError("apply the hits first: a pending load may still read the place")
         return self.tree.take_snapshot_place()
 
-    def keep_snapshot(self, slot: int, end: int, place: int) -> bool:
+    def keep_snapshot(self, slot: int, end: int, place: int, must_follow: int = 0) -> bool:
         """The step has written a place: a request's state at the boundary `end`.
 
         Args:
           slot: the request, its blocks shared up to `end`.
           end: tokens before the boundary.
           place: what `begin_snapshot` gave.
+          must_follow: as in `PrefixNode`.
 
         Returns:
           Whether it is kept. It is given back if the blocks are not known to the tree, or if the
-          boundary has one already, or if the step has not reached it.
+          boundary has one already that is worth as much, or if the step has not reached it.
         """
         node = self._node_at(slot, end) if slot in self._requests else None
-        if node is None or node.snapshot >= 0:
+        if node is None or (node.snapshot >= 0 and node.must_follow <= must_follow):
             self.tree.return_snapshot_place(place)
             return False
-        self.tree.put_snapshot(node, place)
+        self.tree.put_snapshot(node, place, must_follow)
         return True
 
     def demote_snapshot(self, slot: int, end: int) -> bool:
@@ -243,3 +259,8 @@ class PrefixCache:
         """The node of a request's chain that ends at a boundary."""
         chain, logical = self.of(slot).chain, end // self.tree.block_tokens - 1
         return chain[logical] if 0 <= logical < len(chain) else None
+
+
+def _resumes(node: PrefixNode, last: int) -> bool:
+    """Whether one resumes at a node whose last boundary is at so many tokens."""
+    return node.snapshot >= 0 and last - node.end >= node.must_follow

@@ -39,6 +39,8 @@ class PrefixNode:
       is_kept: still part of the tree.
       is_demoted: its snapshot is not worth keeping once it has given way.
       snapshot_holds: how many wait to resume from its snapshot, which gives way to none then.
+      must_follow: known tokens that have to follow the boundary, up to the last boundary of who
+        resumes there, since rings of some layers are not what they should be; 0 where they are.
     """
 
     key: bytes
@@ -53,6 +55,7 @@ class PrefixNode:
     is_kept: bool = True
     is_demoted: bool = False
     snapshot_holds: int = 0
+    must_follow: int = 0
 
 
 class Leaving(NamedTuple):
@@ -285,10 +288,12 @@ class PrefixTree:
         """Gives a place back that holds nothing."""
         self._free_snapshots.append(place)
 
-    def put_snapshot(self, node: PrefixNode, place: int) -> None:
-        """The place now holds what resumes at the end of `node`."""
+    def put_snapshot(self, node: PrefixNode, place: int, must_follow: int = 0) -> None:
+        """The place now holds what resumes at the end of `node`, in place of what is worth less."""
+        if node.must_follow > must_follow:
+            self.drop_snapshot(node)
         assert node.snapshot < 0
-        node.snapshot, node.is_demoted = place, False
+        node.snapshot, node.is_demoted, node.must_follow = place, False, must_follow
         self._snapshots[place] = node
         self.snapshot_generations[place] += 1
         self._offer(node)
@@ -302,11 +307,11 @@ class PrefixTree:
     def drop_snapshot(self, node: PrefixNode) -> None:
         """The boundary can no longer be resumed at; its place is free."""
         if node.snapshot >= 0:
-            if not node.is_demoted:
+            if not node.is_demoted and not node.must_follow:
                 self._note("snapshots", node)
             del self._snapshots[node.snapshot]
             self._free_snapshots.append(node.snapshot)
-            node.snapshot = -1
+            node.snapshot, node.must_follow = -1, 0
             self._offer(node)
 
     def _note(self, of: str, node: PrefixNode) -> None:

@@ -72,7 +72,7 @@ class EngineCore:
         self._compiles_before = count_compiles()
         grammars = Grammars(config, tokenizer, is_allowed=plan.grammars)
         self.limits = Limits(config, plan.pools, tokenizer, grammars)
-        runner = StepRunner(params, plan, grammars, self._hosts)
+        runner = StepRunner(params, plan, grammars, self._hosts, self.metrics)
         self._undo = calls.UndoLog(self.metrics, *self.metrics.histograms)
         self._texts = None if tokenizer is None else TokenTexts(tokenizer, config.vocab_size)
         shared = {"metrics": self.metrics, "undo": self._undo}

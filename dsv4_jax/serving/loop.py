@@ -28,7 +28,7 @@ from dsv4_jax.serving.schedule.pace import Pace
 from dsv4_jax.serving.schedule.request_queue import RequestQueue
 from dsv4_jax.serving.schedule.running import Running
 from dsv4_jax.serving.schedule.step_boundaries import find_crossed, find_reached, keep_written
-from dsv4_jax.serving.schedule.step_plans import make_plan
+from dsv4_jax.serving.schedule.step_plans import make_plan, note_rests
 from dsv4_jax.serving.sizing import EnginePlan
 
 
@@ -101,6 +101,7 @@ class ServingLoop:
             clock=clock,
             bring=self._bring,
             far=lambda: self.host or NoFarPrefixes(),
+            upper=plan.upper,
         )
 
     @property
@@ -297,12 +298,12 @@ class ServingLoop:
             runner.bring_masks(plan.rows, running)  # it may raise, and first
         elif not plan.is_plain:
             return None
-        lengths = np.zeros(shards.num_slots, np.int32)
-        is_fed = np.zeros(len(lengths), bool)
+        lengths, is_fed = np.zeros(shards.num_slots, np.int32), np.zeros(shards.num_slots, bool)
         lengths[running.slots] = outlook.lengths
         is_fed[running.slots] = outlook.is_fed
         self.tell(flight)
         boundaries = []
+        self.metrics.rested_tokens += note_rests(plan, outlook, places, self._undo)
         if not plan.is_plain:
             boundaries = find_crossed(plan, outlook, places, flight, shards)
             self._keep_evicted()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -13,6 +14,7 @@ from dsv4_jax import checks
 from dsv4_jax.allocator.pool_plan import PoolPlan, device_memory_bytes, plan_pools
 from dsv4_jax.cache.schema import FormatName, check_selector, choose_cache_format
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.upper_layers import upper_layers
 from dsv4_jax.mesh import AXES, DATA, check_divides, mesh_sizes
 from dsv4_jax.model.draft_params import DraftParams, DSparkParams
 from dsv4_jax.model.params import DSV4Params
@@ -29,8 +31,34 @@ _SURE_TO_FIT = 0.9
 """Share of a bound that arithmetic may fill: a size that misses it by little is never used."""
 BESIDE_DISK_BYTES = 2**28
 """Of the host's memory, for pages on their way to a disk and from it, if no number is given."""
+UPPER_SHARE = 16
+"""Of the tokens of a step in which some rest, one of so many may be of prompts that do not."""
 _SHARE_OF_HOST = 0.5
 """Of the host's free memory, for "auto"."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpperSteps:
+    """Steps in which `upper_layers` rest for some requests.
+
+    Attributes:
+      sizes: by size of a general step that has such a program, tokens that those layers run in it;
+        where none has, they rest for no request, but may have for one that comes from elsewhere.
+      step_sizes: all sizes of general steps, ascending.
+      look_back: as of `UpperLayers`.
+      share: of the layers of trunk and draft, those that rest.
+    """
+
+    sizes: Mapping[int, int]
+    step_sizes: tuple[int, ...]
+    look_back: int
+    share: float
+
+    @property
+    def rest_cost(self) -> float:
+        """What such a step takes, as a share of one that all layers run."""
+        fullest = max((count / size for size, count in self.sizes.items()), default=1.0)
+        return 1 - self.share * (1 - fullest)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +83,7 @@ class EnginePlan:
       max_step_s: the longest, in seconds, that a step with prompts may take beside requests that
         decode; infinite where nothing bounds it. One that was not given grows with the times of
         decode steps (`Pace`).
+      upper: steps in which upper layers rest; None of models that need all layers for all tokens.
       least_survival: chance of being kept at which a draft is checked, where one request decodes,
         two, and so on, of all data shards together; None checks all.
     """
@@ -71,6 +100,7 @@ class EnginePlan:
     host_cache_bytes: int = dataclasses.field(repr=False)
     cost: StepCost = dataclasses.field(repr=False)
     max_step_s: float = dataclasses.field(repr=False)
+    upper: UpperSteps | None = dataclasses.field(default=None, repr=False)
     least_survival: tuple[float, ...] | None = dataclasses.field(default=None, repr=False)
 
     @property
@@ -170,8 +200,39 @@ def plan_engine(
         host_cache_bytes=find_host_cache_bytes(options),
         cost=of_device,
         max_step_s=max_step_s,
+        upper=_upper_steps(cached, options, sizes, pools.max_requests, cost.num_layers),
     )
     return dataclasses.replace(plan, least_survival=_least_survivals(plan, cost))
+
+
+def _upper_steps(
+    config: DSV4Config,
+    options: EngineOptions,
+    sizes: Sequence[int],
+    max_requests: int,
+    num_layers: int,
+) -> UpperSteps | None:
+    """`EnginePlan.upper`.
+
+    A step in which some rest has all layers for what decodes, and for some tokens of prompts that
+    end. Beside `decode_tokens` all steps have the same, whatever runs beside a request.
+    """
+    upper = upper_layers(config)
+    if upper is None:
+        return None
+    decoding = max_requests * (options.draft_tokens + 1)
+    return UpperSteps(
+        sizes={} if options.decode_tokens is not None else _upper_sizes(sizes, decoding),
+        step_sizes=tuple(sizes),
+        look_back=upper.look_back,
+        share=(config.num_layers - upper.first) / num_layers,
+    )
+
+
+def _upper_sizes(sizes: Sequence[int], decoding: int) -> dict[int, int]:
+    """`UpperSteps.sizes`, where so many tokens may decode: of sizes of which half can rest."""
+    wanted = {size: -(-(decoding + size // UPPER_SHARE) // 8) * 8 for size in sizes}
+    return {size: count for size, count in wanted.items() if 2 * count <= size}
 
 
 def find_host_cache_bytes(options: EngineOptions) -> int:

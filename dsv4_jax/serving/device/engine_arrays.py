@@ -137,6 +137,7 @@ class EngineArrays:
         next_token_ids: np.ndarray,
         num_steps: np.ndarray | None = None,
         least_survival: np.ndarray | None = None,
+        upper: np.ndarray | None = None,
         *,
         is_plain: bool,
         only_decodes: bool,
@@ -155,6 +156,7 @@ class EngineArrays:
           next_token_ids: the same.
           num_steps: the same, of a call of several steps; None is one step.
           least_survival: as in `ServeInput`.
+          upper: the same.
           is_plain: takes `plain_decode_step`, or `plain_decode_steps`; else `serve_step`, or
             `serve_rounds`.
           only_decodes: no row reads its prompt; takes `jit_serve_round` for `jit_serve_step`.
@@ -169,7 +171,7 @@ class EngineArrays:
         plan = self._plan
         fields: dict[str, Any] = {"num_checked": num_checked, "next_token_ids": next_token_ids}
         fields |= {"step": step_input, "snapshots": snapshots, "num_steps": num_steps}
-        fields |= {"least_survival": least_survival}
+        fields |= {"least_survival": least_survival, "upper": upper}
         settings = {"sampling": self._sampling, "counts": self._counts, "masks": self._masks}
         if is_simple:
             settings = {"sampling": self._sampling.simplified()}

@@ -99,7 +99,7 @@ class Fetch:
         if not self.chain:
             return []
         parent = self.chain[-1]
-        if parent.snapshot >= 0:
+        if parent.snapshot >= 0 and not parent.must_follow:
             return [-1]
         place = prefixes.begin_snapshot()
         if place < 0:

@@ -45,6 +45,9 @@ def idle_steps(engine: EnginePlan, *, has_both_forms: bool, simplifies: bool) ->
     steps = []
     for size in sizes:
         steps.append(IdleStep(f"step of {size} tokens", StepPlan.idle(size, holds_prompts=True)))
+        if engine.upper is not None and (count := engine.upper.sizes.get(size)):
+            idle = StepPlan.idle(size, holds_prompts=True, upper_size=count)
+            steps.append(IdleStep(f"step of {size} tokens, {count} by all layers", idle))
         if plain_size is None:
             name = f"step of {size} tokens without prompts"
             if has_both_forms or simplifies:

@@ -153,6 +153,7 @@ class PageStores:
                 node, _ = unused.popitem(last=False)
                 for of in rows:
                     can_resume = node.snapshot >= 0 and not node.is_demoted
+                    can_resume &= not node.must_follow
                     is_there = node.is_kept and (of == "blocks" or can_resume)
                     if not is_there or not writes.wants(of, node.key):
                         continue

@@ -22,13 +22,14 @@ from dsv4_jax.hosts import Hosts
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.device.drawn_counts import CountKeeper
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
-from dsv4_jax.serving.device.engram_rows import stage_rows
+from dsv4_jax.serving.device.engram_rows import RowStager
 from dsv4_jax.serving.device.grammar_masks import GrammarKeeper
 from dsv4_jax.serving.device.hosted_arrays import HostedArrays
 from dsv4_jax.serving.device.idle_steps import IdleStep, idle_steps
 from dsv4_jax.serving.device.request_rows import copy_jobs
 from dsv4_jax.serving.device.step_result import StepResult
-from dsv4_jax.serving.metrics.metrics import UnitBytes
+from dsv4_jax.serving.device.upper_places import upper_places
+from dsv4_jax.serving.metrics.metrics import Metrics, UnitBytes
 from dsv4_jax.serving.requests.grammars import Grammars
 from dsv4_jax.serving.requests.request import sampling_on_device
 from dsv4_jax.serving.schedule.running import Running
@@ -57,7 +58,12 @@ class StepRunner:
     """
 
     def __init__(
-        self, params: DSV4Params, plan: EnginePlan, grammars: Grammars, hosts: Hosts | None = None
+        self,
+        params: DSV4Params,
+        plan: EnginePlan,
+        grammars: Grammars,
+        hosts: Hosts | None,
+        metrics: Metrics,
     ) -> None:
         """Allocates the pools.
 
@@ -66,6 +72,7 @@ class StepRunner:
           plan: sizes of the engine.
           grammars: where requests' grammars are compiled.
           hosts: the processes of the mesh; None is this one alone.
+          metrics: counts what is read of tables.
         """
         self.config = plan.config
         self.plan = plan.pools
@@ -74,7 +81,8 @@ class StepRunner:
         self._engine_plan = plan
         self._grammars = grammars
         # Other processes of a mesh gather for themselves, in the step.
-        self._tables = params.engram if hosts is None and self.config.engram else None
+        tables = params.engram if hosts is None and self.config.engram else None
+        self._stager = RowStager(tables, metrics)
         self._shards = plan.data_shards
         self._num_slots = self._shards * plan.pools.max_requests
         self._activations = self._prefill_activations = plan.options.activations
@@ -228,15 +236,12 @@ class StepRunner:
             if not rows.draws[row]:
                 following[slot] = request.token_ids[end]
         step = StepInput(token_ids=token_ids, request_ids=request_ids, request_slots=slots)  # type: ignore[arg-type]
-        if self._tables is not None and plan.num_steps == 1 and not fed.any():
-            ids = [running[slot].token_ids for slot in rows.slots.tolist()]
-            engram = stage_rows(self._tables, token_ids, ids, lengths[rows.slots], starts, counts)
-            step = dataclasses.replace(step, engram=engram)
+        step = self._stager.stage(step, plan, running, lengths, starts, fed)
         self._bring_settings(running)
-        least = ()
+        least = None
         if (survivals := self._engine_plan.least_survival) is not None and not plan.is_plain:
             count = max(1, int(rows.draws.sum()))  # what a draft is worth beside so many that draw
-            least = (np.full(num_slots, survivals[count - 1], np.float32),)
+            least = np.full(num_slots, survivals[count - 1], np.float32)
         only_decodes = self.simplifies and self._only_decodes(plan)
         launch = functools.partial(
             self.devices.launch,
@@ -245,7 +250,8 @@ class StepRunner:
             checked,
             following,
             num_steps if plan.num_steps > 1 else None,
-            *least,
+            least,
+            upper_places(plan, places, self._shards),
             is_plain=plan.is_plain,
             only_decodes=only_decodes,
             is_simple=only_decodes and running.is_simple,
@@ -392,7 +398,7 @@ class StepRunner:
         """Room for `count` boundaries on every data shard."""
         fields = np.full((3, self._shards * count), -1, np.int32)
         nexts = [shard * count for shard in range(self._shards)]
-        for slot, end, place in boundaries:
+        for slot, end, place, _ in boundaries:
             shard, own = divmod(slot, self.plan.max_requests)
             assert nexts[shard] < (shard + 1) * count, f"{boundaries} have room for {count} each"
             fields[:, nexts[shard]] = own, end, place

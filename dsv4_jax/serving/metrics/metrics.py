@@ -141,6 +141,9 @@ class Metrics:
     ] = 0
     prompt_tokens: Annotated[int, _counter("tokens of prompts that were submitted")] = 0
     hit_tokens: Annotated[int, _counter("tokens that a prefix hit spared")] = 0
+    rested_tokens: Annotated[
+        int, _counter("tokens that the layers above the last entries did not run")
+    ] = 0
     prefix_hits: Annotated[int, _counter("admissions with a hit")] = 0
     prefix_misses: Annotated[int, _counter("admissions without one")] = 0
     generated_tokens: Annotated[int, _counter("tokens drawn")] = 0
@@ -171,6 +174,11 @@ class Metrics:
     damaged_pages: Annotated[
         int, _counter("blocks and snapshots that came back with a wrong checksum")
     ] = 0
+    engram_rows: Annotated[int, _counter("rows of Engram tables that the host read for steps")] = 0
+    engram_waits: Annotated[int, _counter("pages that it read from a disk for that")] = 0
+    engram_s: Annotated[Histogram, _histogram("seconds that it took for a step")] = (
+        dataclasses.field(default_factory=_fine_histogram)
+    )
     host_wait_s: Annotated[
         Histogram, _histogram("seconds that a request waited for what lay on the host")
     ] = dataclasses.field(default_factory=_fine_histogram)

@@ -9,6 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from dsv4_jax.serving.requests.cached_rows import CachedRows
+from dsv4_jax.serving.requests.reading import Reading
 from dsv4_jax.serving.requests.text import TextState, find_stop, hold_back
 from dsv4_jax.serving.requests.token_texts import TokenTexts
 from dsv4_jax.step.sampling import SamplingParams
@@ -105,6 +106,9 @@ class Request:
       cached: what its cache holds, as it came with `Engine.restore`, until it first gets a slot.
       next_boundary: end of the known shared prefix at admission, worth a snapshot; 0 if none.
       snapshot_spacing: blocks between kept boundaries of the prompt.
+      reading: which tokens all layers read; None is all.
+      upper_from: from where on the upper layers have run without a gap, that of the steps in flight
+        included; -1 is from the start, or where that was exact.
       finish_reason: None while it is on its way.
       error: what ended it, where that is "error".
       hit_tokens: tokens of the prompt that were there when it first got a slot.
@@ -144,6 +148,8 @@ class Request:
         self.cached: CachedRows | None = None
         self.next_boundary = 0
         self.snapshot_spacing = 1
+        self.reading: Reading | None = None
+        self.upper_from = -1
         self.finish_reason: str | None = None
         self.error: Exception | None = None
         self.hit_tokens = 0

@@ -71,7 +71,11 @@ class Pace:
           plan: sizes of the engine.
           metrics: gets the times of steps with prompts.
         """
-        self.times = StepTimes(plan.cost, 1 if plan.mesh is None else plan.mesh.size)
+        devices = 1 if plan.mesh is None else plan.mesh.size
+        upper = plan.upper
+        share = 0.0 if upper is None else upper.share
+        self.times = StepTimes(plan.cost, devices, upper_share=share)
+        self._upper_sizes = {} if upper is None else upper.sizes
         self._max_step_s = plan.max_step_s
         self._grows = plan.options.max_step_ms is None and plan.max_step_s < float("inf")
         # Of the last steps without prompts, by the bits of how many requests decoded.
@@ -100,12 +104,12 @@ class Pace:
         """
 
         def plan_up_to(count: int) -> StepPlan:
-            return plan_shards(needs, sizes=self._sizes[:count], plain_size=self._plain_size)
+            return self._plan(needs, count)
 
         largest = plan_up_to(len(self._sizes))
         if not largest.holds_prompts or self._max_step_s == float("inf"):
             return largest
-        decoding = [[need for need in shard if need.num_pending == 1] for shard in needs]
+        decoding = [[need for need in shard if need.decodes] for shard in needs]
         most, bound = max(map(len, decoding)), self.bound_s(sum(map(len, decoding)))
         least = next(
             (count for count, size in enumerate(self._sizes, 1) if size >= 2 * most),
@@ -191,7 +195,8 @@ class Pace:
         total = steps * seconds(part)
         if rest:
             size = next(size for size in self._sizes if size * shards >= rest)
-            total += seconds(CallLoad(size, rest, whole.reach * rest / whole.tokens))
+            reach = whole.reach * rest / whole.tokens
+            total += seconds(CallLoad(size, rest, reach, part.upper))
         return total < seconds(whole)
 
     def _part_of(
@@ -209,8 +214,7 @@ class Pace:
         """
 
         def filled(most: int) -> StepPlan:
-            sizes, plain_size = self._sizes[:count], self._plain_size
-            return plan_shards(needs, sizes=sizes, plain_size=plain_size, most=most)
+            return self._plan(needs, count, most)
 
         def seconds(most: int) -> float:
             part = filled(most)
@@ -220,6 +224,18 @@ class Pace:
         if not fills or seconds(fills[0]) > bound:
             return None
         return filled(fills[bisect.bisect_right(fills, bound, key=seconds) - 1])
+
+    def _plan(
+        self, needs: Sequence[Sequence[RowNeed]], count: int, most: int | None = None
+    ) -> StepPlan:
+        """`plan_shards` with the first `count` sizes."""
+        return plan_shards(
+            needs,
+            sizes=self._sizes[:count],
+            plain_size=self._plain_size,
+            most=most,
+            upper_sizes=self._upper_sizes,
+        )
 
     def _fits(self, plan: StepPlan, lengths: np.ndarray, bound: float) -> bool:
         load = CallLoad.of(plan, lengths[plan.rows.slots])

@@ -19,7 +19,8 @@ from dsv4_jax.serving.requests.request import Request
 from dsv4_jax.serving.schedule.far_prefixes import FarPrefixes, NoFarPrefixes
 from dsv4_jax.serving.schedule.known_tokens import KnownTokens
 from dsv4_jax.serving.schedule.running import Running
-from dsv4_jax.serving.schedule.snapshot_policy import plan_request
+from dsv4_jax.serving.schedule.snapshot_policy import plan_request, plan_restored
+from dsv4_jax.serving.sizing import UpperSteps
 
 _HASHED_A_STEP = 512
 """Blocks of prompts of those who wait, while others run; half a millisecond."""
@@ -45,6 +46,7 @@ class RequestQueue:
         clock: Callable[[], float] = time.perf_counter,
         bring: Callable[[int, CachedRows], None] = lambda slot, rows: None,
         far: Callable[[], FarPrefixes] = NoFarPrefixes,
+        upper: UpperSteps | None = None,
     ) -> None:
         """Starts without requests.
 
@@ -57,6 +59,7 @@ class RequestQueue:
           bring: gives a slot the rows that a request came with; the devices run that after all
             that was launched before.
           far: the prefixes that lie elsewhere, as they are now.
+          upper: as of `EnginePlan`.
         """
         self.shards = shards
         self.waiting: list[Request] = []
@@ -66,6 +69,7 @@ class RequestQueue:
         self._undo = undo
         self.clock = clock
         self._bring, self._far = bring, far
+        self._upper = upper
         self._table: Running | None = None
         num_slots = len(shards.length_tokens)
         self._known = KnownTokens(num_slots, shards.managers[0].plan.max_context_tokens)
@@ -122,6 +126,7 @@ class RequestQueue:
         self._start(new, slot, length)
         new.drafts = list(request.drafts)
         new.next_boundary, new.snapshot_spacing = request.next_boundary, request.snapshot_spacing
+        new.reading, new.upper_from = request.reading, request.upper_from
         return True
 
     def remove(self, request: Request) -> None:
@@ -193,7 +198,7 @@ class RequestQueue:
             hit = self.shards.length_of(slot)
             self.waiting.remove(request)
             self._start(request, slot, hit)
-            plan_request(request, self.shards, known_tokens)
+            plan_request(request, self.shards, known_tokens, self._upper)
             self._metrics.hit_tokens += hit
             self._metrics.prefix_hits += hit > 0
             self._metrics.prefix_misses += hit == 0
@@ -207,7 +212,7 @@ class RequestQueue:
         self.waiting.remove(request)
         self._start(request, slot, rows.length_tokens)
         request.cached = None
-        plan_request(request, self.shards, 0)
+        plan_restored(request, self.shards, rows.length_tokens, self._upper)
         self._bring(slot, rows)
         manager.share(own, request.known)
 

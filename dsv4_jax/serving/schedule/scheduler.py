@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -24,12 +25,19 @@ class RowNeed:
       num_pending: tokens that are known but not in the cache; at least 1.
       num_drafts: guesses at what follows them.
       draws: the step that runs the last of them draws the next token.
+      rests: upper layers may be left out for them.
     """
 
     slot: int
     num_pending: int
     num_drafts: int
     draws: bool = True
+    rests: bool = False
+
+    @property
+    def decodes(self) -> bool:
+        """It waits for one token, for which all layers run."""
+        return self.num_pending == 1 and not self.rests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +49,14 @@ class RowPlan:
       num_tokens: known tokens, from the first pending one on.
       num_drafts: guesses after them; 0 where tokens stay pending.
       draws: the step draws the next token; else tokens stay pending.
+      rests: upper layers are left out for it.
     """
 
     slot: int
     num_tokens: int
     num_drafts: int
     draws: bool
+    rests: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,6 +70,7 @@ class StepRows:
       draws: bool[n].
       num_steps: i32[n], steps of the call that the row takes part in. Each draws a token, and
         checks as many drafts.
+      rests: bool[n].
     """
 
     slots: np.ndarray
@@ -67,6 +78,7 @@ class StepRows:
     num_drafts: np.ndarray
     draws: np.ndarray
     num_steps: np.ndarray
+    rests: np.ndarray
 
     @property
     def num_appended(self) -> np.ndarray:
@@ -90,8 +102,11 @@ class StepRows:
         def column(name: str) -> np.ndarray:
             return np.array([getattr(row, name) for row in rows], np.int32)
 
-        draws, once = np.array([row.draws for row in rows], bool), np.ones(len(rows), np.int32)
-        return cls(column("slot"), column("num_tokens"), column("num_drafts"), draws, once)
+        draws, rests = (
+            np.array([getattr(row, name) for row in rows], bool) for name in ("draws", "rests")
+        )
+        once, slots = np.ones(len(rows), np.int32), column("slot")
+        return cls(slots, column("num_tokens"), column("num_drafts"), draws, once, rests)
 
     def __len__(self) -> int:
         """Rows."""
@@ -99,7 +114,7 @@ class StepRows:
 
     def __iter__(self) -> Iterator[RowPlan]:
         """Row by row."""
-        columns = (self.slots, self.num_tokens, self.num_drafts, self.draws)
+        columns = (self.slots, self.num_tokens, self.num_drafts, self.draws, self.rests)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         return itertools.starmap(RowPlan, rows)
 
@@ -114,6 +129,8 @@ class StepPlan:
       is_plain: one token of each row, by the program that does nothing else.
       holds_prompts: some of its tokens are of requests that wait for more than one.
       num_steps: steps of the call; 1, or what a call of several makes.
+      upper_size: U, tokens that its upper layers run, of a data shard: those of rows that do not
+        rest; None is all.
     """
 
     rows: StepRows
@@ -121,13 +138,20 @@ class StepPlan:
     is_plain: bool
     holds_prompts: bool = False
     num_steps: int = 1
+    upper_size: int | None = None
 
     @classmethod
     def idle(
-        cls, size: int, *, is_plain: bool = False, holds_prompts: bool = False, num_steps: int = 1
+        cls,
+        size: int,
+        *,
+        is_plain: bool = False,
+        holds_prompts: bool = False,
+        num_steps: int = 1,
+        upper_size: int | None = None,
     ) -> StepPlan:
         """A step without rows."""
-        return cls(StepRows.of(()), size, is_plain, holds_prompts, num_steps)
+        return cls(StepRows.of(()), size, is_plain, holds_prompts, num_steps, upper_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +167,11 @@ class ShardPlan:
     def num_tokens(self) -> int:
         """Tokens of all rows, drafts too."""
         return sum(row.num_tokens + row.num_drafts for row in self.rows)
+
+    @property
+    def num_upper(self) -> int:
+        """Those of rows that do not rest."""
+        return sum(row.num_tokens + row.num_drafts for row in self.rows if not row.rests)
 
 
 def plan_decoding(
@@ -177,7 +206,8 @@ def plan_decoding(
     num_drafts = np.where(totals[shards] <= sizes[-1], num_drafts, 0).astype(np.int32)
     if steps.max() < steps_per_call or 2 * steps.mean() < steps_per_call:
         steps, steps_per_call = once, 1
-    rows = StepRows(slots, once, num_drafts, np.ones(len(slots), bool), steps)
+    everyone = np.ones(len(slots), bool)
+    rows = StepRows(slots, once, num_drafts, everyone, steps, ~everyone)
     if plain_size is not None and not num_drafts.any():
         return StepPlan(rows, plain_size, True, num_steps=steps_per_call)
     fullest = np.bincount(shards, weights=1 + num_drafts).max()
@@ -191,6 +221,7 @@ def plan_shards(
     sizes: Sequence[int],
     plain_size: int | None,
     most: int | None = None,
+    upper_sizes: Mapping[int, int] = MappingProxyType({}),
 ) -> StepPlan:
     """Fills one step on every data shard; all of them run the same program.
 
@@ -199,17 +230,26 @@ def plan_shards(
       sizes: as in `plan_step`, of one shard.
       plain_size: as in `plan_step`, of one shard.
       most: as in `plan_step`, of one shard.
+      upper_sizes: by size, tokens that the upper layers run in steps in which some rest, likewise;
+        a size without has no such step.
 
     Returns:
       The plan, its rows one shard's after the other's. Its size is the smallest that holds the
-      rows of the fullest shard; it is plain if that of every shard is.
+      rows of the fullest shard; it is plain if that of every shard is. Nobody rests where all
+      others have more tokens than upper layers run then.
     """
-    plans = [plan_step(shard, sizes=sizes, plain_size=plain_size, most=most) for shard in needs]
+    upper = upper_sizes.get(sizes[-1], 0)
+    options = {"sizes": sizes, "plain_size": plain_size, "most": most, "upper": upper}
+    plans = [plan_step(shard, **options) for shard in needs]
     rows = StepRows.of([row for plan in plans for row in plan.rows])
     if plain_size is not None and all(plan.is_plain for plan in plans):
         return StepPlan(rows, plain_size, True)
     size = next(size for size in sizes if size >= max(plan.num_tokens for plan in plans))
-    return StepPlan(rows, size, False, holds_prompts=any(plan.holds_prompts for plan in plans))
+    upper_size: int | None = upper_sizes.get(size, 0)
+    if not rows.rests.any() or max(plan.num_upper for plan in plans) > upper_size:
+        rows, upper_size = dataclasses.replace(rows, rests=np.zeros_like(rows.rests)), None
+    holds_prompts = any(plan.holds_prompts for plan in plans)
+    return StepPlan(rows, size, False, holds_prompts=holds_prompts, upper_size=upper_size)
 
 
 def plan_step(
@@ -218,6 +258,7 @@ def plan_step(
     sizes: Sequence[int],
     plain_size: int | None,
     most: int | None = None,
+    upper: int = 0,
 ) -> ShardPlan:
     """Fills one shard's part of a step.
 
@@ -227,13 +268,15 @@ def plan_step(
       plain_size: size of the step that only decodes, one token of each row; None if there is
         none.
       most: tokens that it may hold, at least one of each request; None is the largest size.
+      upper: the most tokens for which all layers run in a step of the largest shape in which some
+        rest; 0 has no such step. Where the oldest prompt may rest, others get no more.
 
     Returns:
       The plan; its size is the smallest that holds its rows.
     """
     limit = sizes[-1] if most is None else most
-    decoding = [need for need in needs if need.num_pending == 1]
-    prompts = [need for need in needs if need.num_pending > 1]
+    decoding = [need for need in needs if need.decodes]
+    prompts = [need for need in needs if not need.decodes]
     with_drafts = sum(1 + need.num_drafts for need in decoding)
     # Drafts are worth less than a prompt's progress where both do not fit.
     keeps_drafts = with_drafts <= (limit // 2 if prompts else limit)
@@ -242,14 +285,24 @@ def plan_step(
         for need in decoding
     }
     left = limit - sum(row.num_tokens + row.num_drafts for row in rows.values())
-    for need, chunk in _share(prompts, left):
-        rows[need.slot] = RowPlan(need.slot, chunk, 0, need.draws and chunk == need.num_pending)
+    shares, at_once = _share(prompts, left), upper - (limit - left)
+    if prompts and prompts[0].rests and 0 < at_once < _count_awake(shares):
+        shares = _share([need for need in prompts if not need.rests], at_once)
+        shares += _share([need for need in prompts if need.rests], left - _count_awake(shares))
+    for need, chunk in shares:
+        draws = need.draws and chunk == need.num_pending
+        rows[need.slot] = RowPlan(need.slot, chunk, 0, draws, need.rests)
     ordered = tuple(rows[need.slot] for need in needs if need.slot in rows)
     total = sum(row.num_tokens + row.num_drafts for row in ordered)
     if plain_size is not None and not prompts and total == len(ordered):
         return ShardPlan(ordered, plain_size, True)
     size = next(size for size in sizes if size >= total)
     return ShardPlan(ordered, size, False, holds_prompts=bool(prompts))
+
+
+def _count_awake(shares: Sequence[tuple[RowNeed, int]]) -> int:
+    """Tokens of prompts that do not rest."""
+    return sum(chunk for need, chunk in shares if not need.rests)
 
 
 def _share(prompts: Sequence[RowNeed], left: int) -> list[tuple[RowNeed, int]]:

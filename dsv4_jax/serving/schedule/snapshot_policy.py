@@ -6,24 +6,37 @@ from typing import NamedTuple
 
 from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.manager import KVCacheManager
+from dsv4_jax.serving.requests.reading import Reading
 from dsv4_jax.serving.requests.request import Request
+from dsv4_jax.serving.sizing import UpperSteps
 
 
 class Boundary(NamedTuple):
-    """A block boundary that a step keeps: slot, tokens before it, place in its shard's store."""
+    """A block boundary that a step keeps.
+
+    Attributes:
+      slot: of the request.
+      end: tokens before it.
+      place: in its shard's store.
+      must_follow: as of `PrefixNode`.
+    """
 
     slot: int
     end: int
     place: int
+    must_follow: int = 0
 
 
-def plan_request(request: Request, shards: DataShards, known_tokens: int) -> None:
-    """Spreads the snapshots of a request that has just been admitted.
+def plan_request(
+    request: Request, shards: DataShards, known_tokens: int, upper: UpperSteps | None = None
+) -> None:
+    """Spreads the snapshots of a request that has just been admitted, and plans how it is read.
 
     Args:
       request: the request, in its slot.
       shards: the cache's managers.
       known_tokens: how much of it the prefix tree knew before, resumable or not.
+      upper: None has all layers read all tokens.
     """
     manager, slot = shards.of(request.slot)
     plan, hit = manager.plan, manager.prefixes.hit_tokens(slot)
@@ -31,6 +44,41 @@ def plan_request(request: Request, shards: DataShards, known_tokens: int) -> Non
     blocks = request.num_known // plan.block_tokens
     places = max(plan.num_snapshots // 2, 1)
     request.snapshot_spacing = max(-(-blocks // places), 1)
+    if upper is not None:
+        needed = [_last_boundary(request, plan.block_tokens), request.next_boundary]
+        request.reading = _plan_reading(request, hit, needed, upper)
+        request.upper_from = -1 if manager.prefixes.is_exact_hit(slot) else hit
+
+
+def plan_restored(
+    request: Request, shards: DataShards, length: int, upper: UpperSteps | None = None
+) -> None:
+    """`plan_request` of one that came with its cache, which nobody knows how it was read.
+
+    Whoever read it has let all layers run from `look_back` tokens before its last boundary on.
+    """
+    plan_request(request, shards, 0)
+    if upper is not None:
+        last = _last_boundary(request, shards.managers[0].plan.block_tokens)
+        begin = last - upper.look_back
+        request.reading = _plan_reading(request, length, [last], upper)
+        request.upper_from = min(length, begin) if begin > 0 else -1
+
+
+def _plan_reading(request: Request, start: int, needed: list[int], upper: UpperSteps) -> Reading:
+    return Reading.of(
+        start,
+        request.num_known,
+        needed if upper.sizes else (),
+        look_back=upper.look_back,
+        sizes=upper.step_sizes,
+        rest_cost=upper.rest_cost,
+    )
+
+
+def _last_boundary(request: Request, block_tokens: int) -> int:
+    """The last block boundary before the last known token."""
+    return (request.num_known - 1) // block_tokens * block_tokens
 
 
 def take_boundaries(
@@ -53,7 +101,10 @@ def take_boundaries(
     prefixes, size = manager.prefixes, manager.plan.block_tokens
     boundaries: list[Boundary] = []
     for boundary in range((length // size + 1) * size, end + 1, size):
-        if not _is_worth_keeping(request, manager, slot, boundary):
+        must_follow, reading = 0, request.reading
+        if reading is not None and not reading.is_exact(boundary, request.upper_from):
+            must_follow = reading.look_back
+        if not _is_worth_keeping(request, manager, slot, boundary, must_follow):
             continue
         if boundary - size > request.prompt_tokens:
             if (is_pending or boundaries) and not prefixes.tree.num_free_snapshots:
@@ -62,11 +113,13 @@ def take_boundaries(
             any(prefixes.demote_snapshot(slot, before) for before in befores)  # the last one
         place = prefixes.begin_snapshot()
         if place >= 0:
-            boundaries.append(Boundary(request.slot, boundary, place))
+            boundaries.append(Boundary(request.slot, boundary, place, must_follow))
     return boundaries
 
 
-def _is_worth_keeping(request: Request, manager: KVCacheManager, slot: int, boundary: int) -> bool:
+def _is_worth_keeping(
+    request: Request, manager: KVCacheManager, slot: int, boundary: int, must_follow: int
+) -> bool:
     """Whether a snapshot of this boundary would serve somebody.
 
     Evenly spaced boundaries of a prompt are, its last ones, the one where it leaves what is known,
@@ -80,4 +133,4 @@ def _is_worth_keeping(request: Request, manager: KVCacheManager, slot: int, boun
     if not (is_last or is_spaced or boundary == request.next_boundary):
         return False
     prefix = request.known[:boundary]
-    return len(prefix) < boundary or not manager.prefixes.is_resumable(slot, prefix)
+    return len(prefix) < boundary or not manager.prefixes.is_resumable(slot, prefix, must_follow)

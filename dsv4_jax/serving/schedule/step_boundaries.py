@@ -88,7 +88,7 @@ def keep_written(flight: Flight, next_flight: Flight | None, shards: DataShards)
         manager, own = shards.of(boundary.slot)
         is_alive = boundary.slot in alive
         if is_alive and boundary.end <= int(manager.length_tokens[own]):
-            num_kept += manager.prefixes.keep_snapshot(own, boundary.end, boundary.place)
+            num_kept += manager.prefixes.keep_snapshot(own, *boundary[1:])
             if boundary in following:
                 following.remove(boundary)
         elif boundary not in following:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dsv4_jax.allocator.pool_plan import PoolPlan
+from dsv4_jax.serving.requests.calls import UndoLog
 from dsv4_jax.serving.schedule.flight import Outlook
 from dsv4_jax.serving.schedule.pace import Pace
 from dsv4_jax.serving.schedule.scheduler import RowNeed, StepPlan, plan_decoding
@@ -58,6 +59,26 @@ def make_plan(
     return plan, place_of[plan.rows.slots]
 
 
+def note_rests(plan: StepPlan, outlook: Outlook, places: np.ndarray, undo: UndoLog) -> int:
+    """Notes of requests how far upper layers rest in a step that is about to be launched.
+
+    Args:
+      plan: the step.
+      outlook: what requests hold before it.
+      places: i64[n], as `make_plan` gave them.
+      undo: where the change in progress saves what it changes of requests.
+
+    Returns:
+      Tokens for which they rest.
+    """
+    ends = outlook.lengths[places] + plan.rows.num_tokens
+    for row in plan.rows.rests.nonzero()[0].tolist():
+        request = outlook.running.requests[places[row]]
+        undo.save(request)
+        request.upper_from = int(ends[row])
+    return int(plan.rows.num_tokens[plan.rows.rests].sum())
+
+
 def _most_steps(outlook: Outlook, pools: PoolPlan, *, is_plain: bool) -> np.ndarray:
     """i32[n], steps of one call that each running request can take part in, at least 1.
 
@@ -74,6 +95,10 @@ def _most_steps(outlook: Outlook, pools: PoolPlan, *, is_plain: bool) -> np.ndar
 def _need(outlook: Outlook, index: int) -> RowNeed:
     """What a running request waits for."""
     request, pending = outlook.running.requests[index], int(outlook.num_pending[index])
+    if pending > 1 and request.reading is not None:
+        count, rests = request.reading.next_part(int(outlook.lengths[index]))
+        if count is not None and count < pending:
+            return RowNeed(request.slot, count, 0, draws=False, rests=rests)
     if pending > 1 and request.followers:  # they fork before the last token
         return RowNeed(request.slot, pending - 1, 0, draws=False)
     return RowNeed(request.slot, pending, int(outlook.num_drafts[index]))

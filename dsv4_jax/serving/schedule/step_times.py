@@ -27,16 +27,18 @@ class _Kind:
 
     size: int
     context: int
+    rests: bool
 
     @classmethod
     def of(cls, load: CallLoad) -> _Kind:
         context = max(load.reach / max(load.tokens, 1) / LEAST_CONTEXT, 1.0)
         order = math.floor(math.log(context, CONTEXT_STEP))
-        return cls(load.size, order)
+        return cls(load.size, order, load.upper is not None)
 
-    def distance(self, other: _Kind) -> tuple[float, int]:
-        """How far another kind is: by its size, and of one size by its context."""
-        return abs(math.log(self.size / other.size)), abs(self.context - other.context)
+    def distance(self, other: _Kind) -> tuple[float, int, bool]:
+        """How far another kind is: by its size, of one size by its context, then by its layers."""
+        size, context = abs(math.log(self.size / other.size)), abs(self.context - other.context)
+        return size, context, self.rests != other.rests
 
 
 class StepTimes:
@@ -47,14 +49,15 @@ class StepTimes:
     is tried again. No clock is read here, so that a simulation learns as a server does.
     """
 
-    def __init__(self, cost: StepCost, num_devices: int = 1) -> None:
+    def __init__(self, cost: StepCost, num_devices: int = 1, *, upper_share: float = 0.0) -> None:
         """Starts from arithmetic alone.
 
         Args:
           cost: what a device reads and multiplies in a step.
           num_devices: those that share what tokens read of the cache.
+          upper_share: share of the layers that may rest.
         """
-        self._cost, self._num_devices = cost, num_devices
+        self._cost, self._num_devices, self._upper_share = cost, num_devices, upper_share
         # In the order in which their kinds were measured last.
         self._errors: dict[_Kind, collections.deque[float]] = {}
 
@@ -116,10 +119,15 @@ class StepTimes:
         return middle(self._errors[others[-1]]) if others else self._error_beside(kind)
 
     def _base(self, load: CallLoad) -> float:
-        return base_seconds(self._cost, load.tokens, load.size)
+        whole = base_seconds(self._cost, load.tokens, load.size)
+        if load.upper is None:
+            return whole
+        upper = base_seconds(self._cost, min(load.tokens, load.upper), load.upper)
+        return whole + self._upper_share * (upper - whole)
 
     def _reach(self, load: CallLoad) -> float:
-        return reach_seconds(self._cost, load.reach / self._num_devices)
+        lower = 1.0 if load.upper is None else 1 - self._upper_share
+        return reach_seconds(self._cost, lower * load.reach / self._num_devices)
 
 
 def middle(values: collections.deque[float]) -> float:

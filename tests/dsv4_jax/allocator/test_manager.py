@@ -253,7 +253,7 @@ def test_a_negative_eviction_is_refused():
     assert manager.num_evicted == 0
 
 
-def known_prompt(manager, length):
+def known_prompt(manager, length, must_follow=0):
     """A prompt whose every full block has a snapshot, and nobody uses it."""
     tokens = np.arange(length, dtype=np.int32) % 90
     slot = manager.admit(length)
@@ -262,10 +262,23 @@ def known_prompt(manager, length):
     manager.advance(slot, length)
     manager.share(slot, tokens)
     for number, place in enumerate(places):
-        assert manager.prefixes.keep_snapshot(slot, 128 * (number + 1), place)
+        assert manager.prefixes.keep_snapshot(slot, 128 * (number + 1), place, must_follow)
     manager.release(slot)
     manager.take_changes()
     return tokens
+
+
+def test_a_hit_leaves_as_many_tokens_before_its_last_boundary_as_its_snapshot_asks_for():
+    manager = make_manager(num_snapshots=4)
+    tokens = known_prompt(manager, 512, 100)
+    for length, hit in ((256, 0), (257, 128), (384, 128), (385, 256), (512, 256)):
+        slot = manager.admit(length, tokens[:length])
+        assert manager.length_tokens[slot] == hit
+        assert manager.prefixes.is_exact_hit(slot) == (hit == 0)
+        assert not manager.prefixes.is_resumable(slot, tokens[:128])
+        assert manager.prefixes.is_resumable(slot, tokens[:128], 100)
+        manager.release(slot)
+        manager.take_changes()
 
 
 def test_a_hit_takes_no_more_than_was_asked_for():

@@ -61,3 +61,19 @@ def test_the_least_recently_used_leaf_is_evicted_and_one_in_use_is_not():
     tree.leave(nodes[0])
     assert [tree.evict(), tree.evict()] == [nodes[2], nodes[0]]
     assert tree.num_unused == 0
+
+
+def test_a_snapshot_that_more_must_follow_gives_way_to_one_that_asks_for_less():
+    """It is not copied to the host either, whence anybody could resume at it."""
+    tree, (node,) = grown(1)
+    tree.drop_snapshot(node)
+    tree.leaving = []
+    tree.put_snapshot(node, tree.take_snapshot_place(), 20)
+    assert node.must_follow == 20
+    tree.num_snapshots, tree._free_snapshots = 2, [1]
+    tree.snapshot_generations = np.zeros(2, np.int32)
+    tree.put_snapshot(node, tree.take_snapshot_place())
+    assert (node.snapshot, node.must_follow, tree.leaving) == (1, 0, [])
+    assert tree.take_snapshot_place() == 0
+    tree.drop_snapshot(node)
+    assert [leaving.of for leaving in tree.leaving] == ["snapshots"]

@@ -4,12 +4,15 @@ Storage that is freed is full of NaN, and every step is verified (`debug`).
 """
 
 import functools
+import types
 
 import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving.device.engram_rows import stage_rows
+from dsv4_jax.serving.device.engram_rows import RowStager, stage_rows
+from dsv4_jax.serving.metrics.metrics import Metrics
+from dsv4_jax.serving.schedule.scheduler import RowPlan, StepPlan, StepRows
 from helpers.v41_cache import greedy, model
 
 pytestmark = pytest.mark.unoptimised
@@ -92,6 +95,40 @@ def test_rows_that_the_host_stages_are_those_that_a_step_looks_up():
             found = np.asarray(rows.of_table(table))[start : start + count]
             np.testing.assert_array_equal(found, wanted[:, table])
     assert not rows.values[[4, 15]].any()
+
+
+def test_what_is_read_of_tables_is_counted(monkeypatch):
+    """Rows of a step's tokens, and pages for which the gathering thread waited; not idle steps."""
+    config, params = model()
+    faults = iter((3, 10, 20, 20))
+    monkeypatch.setattr("dsv4_jax.serving.device.engram_rows._major_faults", lambda: next(faults))
+    metrics = Metrics()
+    stager = RowStager(params.engram, metrics)
+    ids = np.array(prompt(20, 33), np.int32)
+    running = {1: types.SimpleNamespace(token_ids=ids)}
+    plan = StepPlan(StepRows.of([RowPlan(1, 5, 2, True)]), 16, False)
+    step_input = ds.StepInput(
+        token_ids=np.pad(ids[:7], (0, 9)), request_ids=np.full(16, -1), request_slots=np.arange(3)
+    )
+    place = {"lengths": np.zeros(3, int), "starts": np.zeros(1, int)}
+    staged = stager.stage(step_input, plan, running, **place, is_fed=np.array([False]))
+    np.testing.assert_array_equal(
+        staged.engram.values[:7], params.engram.take(back_of(ids[:7])).values
+    )
+    assert metrics.engram_rows == 7 * config.engram.num_columns * 2
+    assert (metrics.engram_waits, sum(metrics.engram_s.counts)) == (7, 1)
+    idle = StepPlan.idle(16)
+    nobody = {"lengths": np.zeros(3, int), "starts": np.zeros(0, int)}
+    empty = stager.stage(step_input, idle, {}, **nobody, is_fed=np.zeros(0, bool))
+    assert not empty.engram.values.any()
+    assert (metrics.engram_waits, sum(metrics.engram_s.counts)) == (7, 1)
+    assert stager.stage(step_input, plan, running, **place, is_fed=np.array([True])) is step_input
+
+
+def back_of(ids):
+    """Each id and those before it, the nearest first; -1 is none."""
+    padded = np.concatenate([np.full(3, -1), ids])
+    return np.stack([padded[3 - back : len(padded) - back] for back in range(4)], axis=1)
 
 
 @pytest.mark.slow

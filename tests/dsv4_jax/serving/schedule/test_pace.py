@@ -28,6 +28,7 @@ def make(max_step_ms, sizes=SIZES, plain_size=32, *, is_given=True):
         plain_size=plain_size,
         pools=types.SimpleNamespace(max_requests=64),
         mesh=None,
+        upper=None,
     )
     return Pace(plan, Metrics())
 

@@ -5,6 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dsv4_jax as ds
+from dsv4_jax.config.upper_layers import upper_layers
+from dsv4_jax.serving.requests.reading import Reading
 from dsv4_jax.serving.schedule.scheduler import (
     RowNeed,
     RowPlan,
@@ -13,6 +16,7 @@ from dsv4_jax.serving.schedule.scheduler import (
     plan_shards,
     plan_step,
 )
+from dsv4_jax.serving.sizing import UPPER_SHARE, UpperSteps
 
 SIZES = (16, 64)
 
@@ -121,3 +125,66 @@ def test_every_prompt_is_read_in_the_end():
         left -= min(tokens(plan)[0][0], left)
         steps += 1
     assert steps == pytest.approx(1000 / 32, abs=1)
+
+
+UPPER = {16: 8, 64: 12}
+
+
+def plan_resting(*needs):
+    return plan_shards([needs], sizes=SIZES, plain_size=4, upper_sizes=UPPER)
+
+
+def test_who_may_rest_does_beside_who_decodes():
+    plan = plan_resting(RowNeed(0, 1, 3), RowNeed(1, 500, 0, draws=False, rests=True))
+    assert (plan.size, plan.upper_size, tokens(plan)) == (64, 12, {0: (1, 3), 1: (60, 0)})
+    assert plan.rows.rests.tolist() == [False, True]
+    last = plan_resting(RowNeed(0, 1, 0), RowNeed(1, 1, 0, draws=False, rests=True))
+    assert (last.is_plain, last.upper_size, last.rows.draws.tolist()) == (False, 8, [True, False])
+
+
+def test_prompts_that_all_layers_run_get_what_is_left_of_the_upper_ones():
+    resting, other = RowNeed(0, 500, 0, draws=False, rests=True), RowNeed(1, 100, 0)
+    plan = plan_resting(resting, other, RowNeed(2, 1, 0))
+    assert (plan.upper_size, tokens(plan)) == (12, {0: (52, 0), 1: (11, 0), 2: (1, 0)})
+
+
+def test_nobody_rests_where_an_older_prompt_needs_all_layers():
+    plan = plan_resting(RowNeed(0, 100, 0), RowNeed(1, 500, 0, draws=False, rests=True))
+    assert (plan.upper_size, tokens(plan)) == (None, {0: (32, 0), 1: (32, 0)})
+    assert not plan.rows.rests.any()
+
+
+def test_data_shards_rest_together_or_not_at_all():
+    """They run one program."""
+    resting = [RowNeed(0, 500, 0, draws=False, rests=True)]
+    options = {"sizes": SIZES, "plain_size": None, "upper_sizes": UPPER}
+    assert plan_shards([resting, [RowNeed(8, 9, 0)]], **options).upper_size == 12
+    plan = plan_shards([resting, [RowNeed(8, 30, 0)]], **options)
+    assert plan.upper_size is None
+    assert not plan.rows.rests.any()
+
+
+@pytest.mark.parametrize("sizes", [(4096,), (64, 256, 2048), (64, 1024), (4096, 8192)])
+def test_a_prompt_of_32768_tokens_costs_at_most_0_6_of_all_layers(sizes):
+    """Rows of its steps, padding included, times the layers that run them, of V4.1-Flash."""
+    config = ds.DSV4Config.v41_flash()
+    upper, count = upper_layers(config), 32_768
+    uppers = {size: 8 + size // UPPER_SHARE for size in sizes}
+    options = {"look_back": upper.look_back, "step_sizes": sizes, "share": 0.5}
+    steps = UpperSteps(sizes=uppers, **options)
+    options = {"look_back": upper.look_back, "rest_cost": steps.rest_cost}
+    reading = Reading.of(0, count, [count - 128], sizes=sizes, **options)
+    length, cost = 0, 0
+    while length < count:
+        part, rests = reading.next_part(length)
+        pending = count - length if part is None else part
+        need = RowNeed(0, pending, 0, draws=part is None, rests=rests)
+        plans = [
+            plan_shards([[need]], sizes=sizes[: n + 1], plain_size=None, upper_sizes=uppers)
+            for n in range(len(sizes))
+        ]
+        plan = min(plans, key=lambda plan: (plan.size / plan.rows.num_tokens.sum(), -plan.size))
+        highest = plan.size if plan.upper_size is None else plan.upper_size
+        cost += plan.size * upper.first + highest * (config.num_layers - upper.first)
+        length += int(plan.rows.num_tokens.sum())
+    assert cost / (count * config.num_layers) <= 0.6
