@@ -36,7 +36,7 @@ ROOMS = {
     "attention": {"checks", "mesh", "collectives", "linear", "config", "cache"},
     "model": {"checks", "rules", "mesh", "peers", "collectives", "linear", "config", "cache"}
     | {"engram", "attention"},
-    "checkpoint": {"checks", "regular_files", "progress", "config", "engram", "model"},
+    "checkpoint": {"checks", "regular_files", "progress", "runtime", "config", "engram", "model"},
     "step": {"checks", "rules", "runtime", "mesh", "collectives", "config", "cache", "attention"}
     | {"model"},
     "training": {

@@ -13,6 +13,7 @@
 """
 
 from dsv4_jax.checkpoint.convert import convert_checkpoint
+from dsv4_jax.checkpoint.engram_tables import HostMemoryWarning
 from dsv4_jax.checkpoint.find import SHIPPED_CHECKPOINT, find_checkpoint
 from dsv4_jax.checkpoint.left_out import LeftOutWarning
 from dsv4_jax.checkpoint.load import load_checkpoint
@@ -21,6 +22,7 @@ from dsv4_jax.checkpoint.spread import RoundedWeightsWarning
 
 __all__ = [
     "SHIPPED_CHECKPOINT",
+    "HostMemoryWarning",
     "LeftOutWarning",
     "RoundedWeightsWarning",
     "convert_checkpoint",

@@ -5,7 +5,9 @@ Source: deepseek_v41.md sections 3 and 9.
 
 from __future__ import annotations
 
+import math
 import pathlib
+import warnings
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from dsv4_jax.config.checkpoint_folder import find_file
 from dsv4_jax.config.engram import GROUP, EngramConfig
 from dsv4_jax.engram import EngramTable, EngramTables
 from dsv4_jax.regular_files import read_regular, show_path
+from dsv4_jax.runtime import host_memory
 from pallas_kernels.common.rows import quantize_rows
 
 TOKENIZER = "tokenizer.json"
@@ -88,6 +91,31 @@ def take_tables(
         elif source.scale.dtype not in UE8M0:
             problems.append(f"wrong dtype: scale of {source.name}, which is {source.scale.dtype}")
     return tuple(found), problems
+
+
+class HostMemoryWarning(UserWarning):
+    """The host has less memory free than the Engram tables of a model take."""
+
+
+def warn_of_memory(tables: tuple[Source, ...]) -> None:
+    """Warns where tables do not fit the memory that is free; before anything is loaded.
+
+    Args:
+      tables: of `take_tables`.
+    """
+    stored = [part for one in tables for part in (one.tensor, one.scale) if part is not None]
+    needed = sum(math.prod(part.shape) * part.dtype.itemsize for part in stored)
+    memory = host_memory()
+    if memory is None or memory.free_bytes >= needed:
+        return
+    warnings.warn(
+        f"the Engram tables take {needed / 2**30:,.1f} GiB, and {memory.name} has "
+        f"{memory.free_bytes / 2**30:,.1f} GiB of {memory.total_bytes / 2**30:,.1f} free: rows "
+        "that are not in memory are read from the disk while a step waits for them, as "
+        "engram_waits of an engine's metrics counts; free memory, or put the files on a fast disk",
+        HostMemoryWarning,
+        stacklevel=3,
+    )
 
 
 def open_tables(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import checks
-from dsv4_jax.checkpoint.engram_tables import open_tables
+from dsv4_jax.checkpoint.engram_tables import open_tables, warn_of_memory
 from dsv4_jax.checkpoint.find import SHIPPED_CHECKPOINT as SHIPPED_CHECKPOINT
 from dsv4_jax.checkpoint.finite import find_not_finite
 from dsv4_jax.checkpoint.named_sources import Source
@@ -74,7 +74,8 @@ def load_checkpoint(
       has no draft, whatever `config.json` says; of DSpark stages it has as many as the files. Draft
       tensors where `config.json` has none, or whose stages read layers that were cut off, and what
       belongs to images are left out, and a `LeftOutWarning` says so. A `RoundedWeightsWarning`
-      names FP4 weights that a GPU's kernels round.
+      names FP4 weights that a GPU's kernels round, and a `HostMemoryWarning` comes first where the
+      host has less memory free than Engram tables take.
 
     Raises:
       FileNotFoundError: there is no config, or no safetensors file, or a shard is missing.
@@ -100,6 +101,7 @@ def load_checkpoint(
         follow_links=follow_links,
         drafts=checks.flag("drafts", drafts),
     )
+    warn_of_memory(found.tables)
     config, shapes, by_leaf = found.config, found.shapes, found.by_leaf()
     problems: list[str] = []
     wanted = {

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.checkpoint import convert_checkpoint
+from dsv4_jax.checkpoint import convert_checkpoint, engram_tables
 from dsv4_jax.checkpoint.inventory import V41_IMAGES, list_release, read_inventory, size_of
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.read_json import read_contents
+from dsv4_jax.runtime import Memory
 from helpers import v41
 from helpers.checkpoints import problems_of, read_tensors, write_tensors
 from pallas_kernels.common.weights import MXFP4, BlockFP8
@@ -269,3 +270,28 @@ def test_a_model_without_tables_needs_no_tokenizer(tmp_path):
     assert params.engram is None
     assert config.dspark.num_stages == 2
     assert ds.load_checkpoint(folder, progress=False, drafts=False)[1].mtp is None
+
+
+def test_missing_memory_is_said_before_anything_is_loaded(tmp_path, monkeypatch):
+    """Codes and scales of both tables count, and where they just fit nothing is said."""
+    folder, _ = v41.write_released(tmp_path / "model")
+    needed = sum(entry.num_bytes for entry in engram_tables.list_tables(DSV4Config.from_hf(folder)))
+
+    def free(num_bytes):
+        memory = Memory("this machine", num_bytes, 2**30)
+        monkeypatch.setattr(engram_tables, "host_memory", lambda: memory)
+
+    def load(*args):
+        raise InterruptedError
+
+    monkeypatch.setattr("dsv4_jax.checkpoint.load._stack_opener", load)
+    wanted = pytest.warns(engram_tables.HostMemoryWarning, match=r"has 0\.0 GiB of 1\.0 free: rows")
+    free(needed - 1)
+    with wanted, pytest.raises(InterruptedError):
+        ds.load_checkpoint(folder, progress=False)
+    free(needed)  # a warning would be an error
+    with pytest.raises(InterruptedError):
+        ds.load_checkpoint(folder, progress=False)
+    monkeypatch.setattr(engram_tables, "host_memory", lambda: None)
+    with pytest.raises(InterruptedError):
+        ds.load_checkpoint(folder, progress=False)
