@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from dsv4_jax.bench.rates import H200, Rates
+from dsv4_jax.bench.shared_work import layer_reads
 from dsv4_jax.cache.schema import LayerCacheSchema, build_schema
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import LayerSpec, layer_schedule
@@ -77,6 +78,8 @@ def cache_work(
         an equal part of the entries, and all of the window.
     """
     schema = build_schema(config, spec, cache_format)
+    if spec.shares:
+        return _shared_work(config, spec, schema, batch=batch, context=context)
     entry, key = _entry_bytes(schema)
     compression_ratio, dim = schema.compression_ratio, schema.entry_head_dim
     streams = 2 if spec.attn == AttentionType.CSA else 1
@@ -115,6 +118,22 @@ def cache_work(
             batch * 4 * config.num_attention_heads * dim * keys,
         )
     )
+    return works
+
+
+def _shared_work(
+    config: DSV4Config, spec: LayerSpec, schema: LayerCacheSchema, *, batch: int, context: int
+) -> list[Work]:
+    """`cache_work` of a layer that shares entries."""
+    reads, heads = layer_reads(config, spec, schema, context=context), config.num_attention_heads
+    queries = 2 * heads * schema.entry_head_dim * _ACTIVATION
+    works = [Work("append", batch * (reads.appended + queries))]
+    if reads.scored:
+        products = config.indexer_num_heads * (2 * config.indexer_head_dim + 3)
+        flops = batch * reads.scored * products
+        works.append(Work("index", batch * reads.index, flops, in_fp8=True))
+    flops = batch * 4 * heads * schema.entry_head_dim * reads.keys
+    works.append(Work("attention", batch * (reads.attended + queries), flops))
     return works
 
 

@@ -13,8 +13,13 @@ from dsv4_jax.cli.arguments import mesh_options
 from dsv4_jax.cli.gpus import Gpus
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.weight_sizes import FORMATS
+from dsv4_jax.runtime import host_memory
 
 BATCHES = (1, 32, 256)
+HOST_LINK = 50e9
+"""Bytes per second from a host's memory to a GPU, of a copy over PCIe 5.0 with 16 lanes."""
+DISK_READS = 500_000
+"""Random reads of a page that an NVMe disk serves in a second, with many at a time."""
 _MIB, _GIB = 2**20, 2**30
 
 
@@ -73,10 +78,9 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
     print(f"requests that fit: {data * fitting:,}, {fitting:,} on each of {data} data shard(s)")
     if not fitting:
         print(f"the longest context that fits: {placed.longest_context():,} tokens")
-    if config.sources is None:
-        _print_floor(config, placed, args, gpus)
-    else:
-        _print_shared(config, placed, args)
+    if config.sources is not None:
+        _print_shared(config, placed, args.cache_format)
+    _print_floor(config, placed, args, gpus)
     return fits
 
 
@@ -160,16 +164,13 @@ def _print_floor(
         )
 
 
-def _print_shared(config: DSV4Config, placed: Placement, args: argparse.Namespace) -> None:
-    """Prints what a model with shared entries keeps of a token, and on the host, and what is not.
-
-    The floor of a step is not among it, since it counts the reads of layers that share nothing.
-    """
+def _print_shared(config: DSV4Config, placed: Placement, cache_format: str) -> None:
+    """Prints what a model with shared entries keeps of a token, and what it reads on the host."""
     sources, pools = config.sources, placed.pools
     assert sources is not None
     print(
         f"a token takes {pools.bytes_per_block / pools.block_tokens:,g} bytes in "
-        f"{args.cache_format}: {len(sources.makers)} of {config.num_layers} layers make entries; a "
+        f"{cache_format}: {len(sources.makers)} of {config.num_layers} layers make entries; a "
         f"request takes {pools.bytes_per_slot / 1e6:,.2f} MB beside that, and one of a million "
         f"tokens {placed.request_bytes(2**20) / 1e9:,.3f} GB"
     )
@@ -181,7 +182,32 @@ def _print_shared(config: DSV4Config, placed: Placement, args: argparse.Namespac
             f"Engram tables: {sum(sizes):,} bytes, {sum(sizes) / _GIB:,.2f} GiB, of each host's "
             f"memory or disk and none of a GPU; a token reads {read / 1e3:,.1f} KB of them"
         )
-    print("not there yet: the floor of a step of this model")
+        _print_table_reads(engram.num_columns * len(engram.layers), read)
+        _print_host_memory(sum(sizes))
+
+
+def _print_table_reads(rows: int, num_bytes: float) -> None:
+    """Prints what a step takes to read its tokens' rows, beside the floor of the devices."""
+    for batch in BATCHES:
+        # Codes and scales of a row lie in two places of a file, each in a page or two.
+        pages = 2 * batch * rows
+        print(
+            f"rows of {batch} token(s): {batch * num_bytes / 1e6:,.3f} MB to a host's GPUs, "
+            f"{batch * num_bytes / HOST_LINK * 1e3:,.3f} ms at {HOST_LINK / 1e9:g} GB/s; from a "
+            f"disk {pages:,} reads of a page, {pages / DISK_READS * 1e3:,.2f} ms at "
+            f"{DISK_READS:,} a second"
+        )
+
+
+def _print_host_memory(num_bytes: int) -> None:
+    """Prints whether tables fit the memory of this machine, where somebody knows it."""
+    memory = host_memory()
+    if memory is not None:
+        fits = "hold" if memory.total_bytes >= num_bytes else "do not hold"
+        print(
+            f"the {memory.total_bytes / _GIB:,.1f} GiB of {memory.name} {fits} them, and "
+            f"{memory.free_bytes / _GIB:,.1f} GiB are free now"
+        )
 
 
 def _roomiest(meshes: list[Placement], gpus: Gpus, context: int) -> Placement:

@@ -8,6 +8,7 @@ import dsv4_jax as ds
 from dsv4_jax.bench import roofline
 from dsv4_jax.bench.routing_laws import expected_experts
 from dsv4_jax.cache.model_cache import tree_bytes
+from dsv4_jax.config.layer_schedule import layer_schedule
 
 MILLION = 1_048_576
 
@@ -113,3 +114,47 @@ def test_released_weights_that_a_step_reads():
     expert = flash.num_layers * 3 * 2048 * 4096 * (1 / 2 + 1 / 32)
     found = weights_read(flash, shapes["flash"], batch=32)
     assert found["MXFP4"] == pytest.approx(expected_experts(flash, rows=32) * expert)
+
+
+@pytest.mark.parametrize(
+    ("context", "index_bytes"),
+    [
+        (512, 0),  # everything is selected
+        (8192, 3 * 4096 * 68 + 5 * 8192 * 68),
+        (MILLION, 3 * MILLION // 2 * 68 + MILLION * 68 + 4 * 16_384 * 68 + 5 * 2048 * 4),
+    ],
+)
+def test_reads_of_layers_that_share_entries(context, index_bytes):
+    """deepseek_v41.md section 10: 528 bytes of a window row, 288 of an entry, 68 of a key."""
+    config = ds.DSV4Config.v41_flash()
+    found = works(config, context, cache_format="fp4_e4m3")
+    heads = config.num_attention_heads * config.head_dim
+    selected = 20 * min(context, 512) + 18 * min(context // 2, 512)
+    attended = found["csa attention"].num_bytes + found["swa attention"].num_bytes
+    assert attended == 40 * (128 * 528 + 2 * heads * 2) + selected * 288
+    selecting = 8 if index_bytes else 0
+    if selecting:
+        queries = selecting * (32 * 128 + 4 * 512)
+        assert found["csa index"].num_bytes == index_bytes + queries
+    assert ("csa index" in found) == bool(selecting)
+
+
+def test_a_million_tokens_read_less_than_half_of_what_v4_reads():
+    flash, v41 = ds.DSV4Config.flash(), ds.DSV4Config.v41_flash()
+    options = {"batch": 1, "context": MILLION}
+    seconds = [
+        roofline.step_cache_roofline_s(config, cache_format=name, **options)
+        for config, name in ((flash, "fp8_ue8m0"), (v41, "fp4_e4m3"))
+    ]
+    assert seconds[1] / seconds[0] < 0.5
+
+
+def test_makers_write_their_entries_and_pairs_wait():
+    """A pair's first token is written and read again; one-token entries keep nothing waiting."""
+    config = ds.DSV4Config.v41_flash()
+    specs = layer_schedule(config)
+    sizes = {"batch": 1, "context": 4096, "cache_format": "fp4_e4m3"}
+    pair, reader, one = (roofline.cache_work(config, specs[n], **sizes)[0] for n in (2, 3, 20))
+    values, entry = 512 * 4, 288 + 68
+    assert pair.num_bytes - reader.num_bytes == 2 * values + 2 * values + entry / 2
+    assert one.num_bytes - reader.num_bytes == values + entry

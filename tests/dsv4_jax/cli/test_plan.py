@@ -438,10 +438,13 @@ def test_v41_flash_on_four_cards(plan):
     assert "Engram tables: 202,758,032,400 bytes, 188.83 GiB, of each host's memory" in text
     assert "a token reads 12.7 KB of them" in text
     assert re.search(r"requests that fit: \d", text)
-    assert "not there yet: the floor of a step" in text
     assert "files: 96,085 tensors, 510,286,023,000 bytes" in text
     assert "left out: images: 309 tensors" in text
-    assert "floor of a decode step" not in text
+    floor = [float(cell) for cell in _row(text, "256")[:3]]
+    assert floor == pytest.approx([19.67, 0.83, 20.50], rel=0.01)
+    assert "rows of 32 token(s): 0.406 MB to a host's GPUs" in text
+    assert "from a disk 3,072 reads of a page" in text
+    assert re.search(r"the [\d.,]+ GiB of .* (do not )?hold them, and [\d.,]+ GiB are free", text)
     by_format = [int(2**20 * float(n.replace(",", ""))) for n in _row(text, "all")]
     assert sum(by_format) == pytest.approx(78.75 * 2**30, rel=1e-4)
 
