@@ -12,7 +12,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 
 import dsv4_jax as ds
-from helpers import serving
+from helpers import serving, v41_cache
 from helpers.engine_life import Life
 from tools.meshes.harness import mesh_of
 
@@ -33,12 +33,16 @@ def add_arguments(parser):
     parser.add_argument("--moves", action="store_true", help="requests leave, and come again")
     parser.add_argument("--host", action="store_true", help="all that is unused goes to the host")
     parser.add_argument("--disk", action="store_true", help="and from there to a disk alone")
-    parser.add_argument("--small", action="store_true", help="one layer, no drafts")
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument("--small", action="store_true", help="one layer, no drafts")
+    models.add_argument("--v41", action="store_true", help="a DeepSeek-V4.1 model with drafts")
 
 
 def check_all(arguments):
     if arguments.small:
         use_small_model()
+    if arguments.v41:
+        use_v41_model()
     if arguments.host:
         OPTIONS["host_cache_bytes"] = 10**6
     if arguments.disk:
@@ -57,6 +61,14 @@ def use_small_model():
     config, params = serving.one_layer(hc_sinkhorn_iters=1, num_mtp_layers=0, **sizes)
     serving.CONFIG, serving.params = config, lambda: params
     serving.SIZES["draft_tokens"] = 0
+
+
+def use_v41_model():
+    """Every kind of layer, tables and two stages; upper layers rest in some steps."""
+    config, params = v41_cache.model()
+    serving.CONFIG, serving.params = config, lambda: params
+    sizes = {"prefill_tokens": (64,), "decode_tokens": None, "draft_tokens": 2}
+    serving.SIZES |= sizes | {"cache_format": "f32"}
 
 
 def engine_on(mesh, **changes):
@@ -98,7 +110,7 @@ def lives(mesh, plain, *, seeds, events, scarce, moves=False):
         life.finish()
         metrics = engine.metrics
         names = ("hit_tokens", "accepted_tokens", "preempted", "evicted_blocks", "snapshots")
-        names += ("host_hit_tokens", "disk_hit_tokens")
+        names += ("host_hit_tokens", "disk_hit_tokens", "rested_tokens")
         counts.append(life.counts | {name: getattr(metrics, name) for name in names})
         counts[-1] |= {"most_running": most, "moved": moved}
     return counts

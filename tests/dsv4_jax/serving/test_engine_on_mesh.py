@@ -197,3 +197,19 @@ def test_counts_that_do_not_divide_over_data_shards_are_refused():
     for name in ("max_requests", "num_blocks", "num_snapshots"):
         with pytest.raises(ValueError, match=f"{name}=5 must divide over the mesh's data"):
             sizing._of_shard(name, 5, mesh)
+
+
+@pytest.fixture(scope="module")
+def v41_lives():
+    """A DeepSeek-V4.1 model with tables and drafts, whose upper layers rest in some steps."""
+    meshes = ("1x2", "2x1", "2x2")
+    return on_cpus.run("engine", *meshes, "--v41", "--alone", "--events", "40")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["1x2", "2x1", "2x2"])
+def test_lives_of_a_model_whose_layers_share_entries(v41_lives, mesh):
+    assert v41_lives[mesh]["greedy"] == v41_lives["one device"]
+    (life,) = v41_lives[mesh]["lives"]
+    assert life["rested_tokens"] > 0
+    assert life["accepted_tokens"] > 0
