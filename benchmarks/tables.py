@@ -1,6 +1,7 @@
-"""Writes the kernel tables of docs/benchmarks/kernels.md: `python -m benchmarks.tables`.
+"""Writes the kernel tables of docs/benchmarks/: `python -m benchmarks.tables`.
 
-They are made from tests/data/gpu_results.json, one table for each run.
+They are made from tests/data/gpu_results.json: one table for each run in kernels.md, and in
+slower_kernels.md the calls that another project's kernel serves faster.
 """
 
 import json
@@ -8,6 +9,7 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "benchmarks" / "kernels.md"
+SLOWER = DOCUMENT.with_name("slower_kernels.md")
 RESULTS = ROOT / "tests" / "data" / "gpu_results.json"
 BEGIN = "<!-- kernel tables: made by benchmarks/tables.py -->\n"
 END = "<!-- end -->\n"
@@ -15,7 +17,9 @@ _HEAD = ["op", "shape", "ours, us", "baseline", "baseline, us", "ratio", "share 
 
 
 def main():
-    DOCUMENT.write_text(splice(DOCUMENT.read_text(), tables(json.loads(RESULTS.read_text()))))
+    results = json.loads(RESULTS.read_text())
+    for document, made in ((DOCUMENT, tables(results)), (SLOWER, slower_table(results))):
+        document.write_text(splice(document.read_text(), made))
 
 
 def tables(results):
@@ -61,6 +65,36 @@ def _times(row):
     """The cells of a baseline."""
     name = "" if row["baseline_us"] is None else row["baseline"]
     return [name, _number(row["baseline_us"], 1), _number(row["ratio"], 2)]
+
+
+def slower(results):
+    """(row, baseline) of calls that are slower than a baseline for the same work, worst first.
+
+    A product that is given rounded rows does not do the same work as one that rounds them; only of
+    `wo_a`, whose rows ours does not round, there is no other. Sums that a model leaves in parts are
+    rows of their own in kernels.md.
+    """
+    found = [
+        (row, baseline)
+        for row in results["rows"]
+        if "failed" not in row and not row["op"].startswith("block_linear_in_parts")
+        for baseline in (row, *row.get("rivals", ()))
+        if baseline["ratio"] is not None and round(baseline["ratio"], 2) > 1
+        if "alone" not in baseline["baseline"] or "wo_a" in row["op"]
+    ]
+    return sorted(found, key=lambda pair: -pair[1]["ratio"])
+
+
+def slower_table(results):
+    """Markdown: the table of `slower`."""
+    head = ["op", "shape", "ours, us", "baseline", "baseline, us", "ratio", "run"]
+    lines = [
+        _line(
+            [f"`{row['op']}`", row["shape"], _number(row["ours_us"], 1), *_times(one), row["run"]]
+        )
+        for row, one in slower(results)
+    ]
+    return "\n" + "\n".join([_line(head), _line(["---"] * len(head)), *lines]) + "\n\n"
 
 
 def splice(document, text):

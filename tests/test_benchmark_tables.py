@@ -41,6 +41,35 @@ def test_the_document_has_the_tables_of_the_results(results):
     ]
 
 
+def test_slower_calls_are_those_of_the_results(results):
+    document = tables.SLOWER.read_text()
+    assert document == tables.splice(document, tables.slower_table(results)), (
+        "run `python -m benchmarks.tables`"
+    )
+    limits = (tables.ROOT / "docs" / "limits.md").read_text()
+    found = tables.slower(results)
+    (count, most) = re.search(
+        r"Kernels:\*\* (\d+) of the measured calls are slower .*?, by up to ([\d.]+) times", limits
+    ).groups()
+    assert (int(count), most) == (len(found), f"{found[0][1]['ratio']:.2f}")
+
+
+def test_which_calls_count_as_slower():
+    def row(op, baseline, ratio, **more):
+        return {"op": op, "baseline": baseline, "ratio": ratio, **more}
+
+    rows = [
+        row("a", "b", 1.004), row("c", None, None), row("d", "e", 1.02),
+        row("f", "g", 0.9, rivals=[{"baseline": "h", "ratio": 1.5}]),
+        row("block_linear w2", "DeepGEMM alone", 1.7), row("block_linear wo_a", "x alone", 2.0),
+        row("block_linear_in_parts w2", "y", 1.1), row("i", "j", None, failed="ValueError"),
+    ]  # fmt: skip
+    found = tables.slower({"rows": rows})
+    assert [(one["op"], other["baseline"]) for one, other in found] == [
+        ("block_linear wo_a", "x alone"), ("f", "h"), ("d", "e"),
+    ]  # fmt: skip
+
+
 def test_every_row_is_of_a_known_run_and_every_run_has_rows(results):
     assert {row["run"] for row in results["rows"]} == set(results["runs"])
     assert len({(row["op"], row["shape"]) for row in results["rows"]}) == len(results["rows"])
