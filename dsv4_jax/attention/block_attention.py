@@ -21,7 +21,6 @@ from dsv4_jax.cache.draft_blocks import Blocks, attend_in_blocks
 from dsv4_jax.cache.state_cache import StateCachePool
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
-from pallas_kernels.common.norm_rope import rotate
 
 
 def block_attention(
@@ -49,14 +48,13 @@ def block_attention(
     new = project_tokens(params, x, blocks.positions, config)
     projected, _ = project_queries(params, new.latent, config)
     queries, own = pk.encode_tokens(
-        projected if config.query_norm else None,
+        projected,
         new.kv,
-        pk.NormRope(params.kv_norm, frequencies, config.rms_norm_eps),
+        pk.NormRope(params.kv_norm, frequencies, config.rms_norm_eps, config.query_norm),
         blocks.positions,
         codec=state.schema.format.ring,
     )
-    if queries is None:
-        queries = rotate(projected, blocks.positions[:, None], frequencies)
+    assert queries is not None
     attended = attend_in_blocks(queries, params.attn_sink, state, family_idx, own, blocks)
     attended = inverse_rope(attended, blocks.positions, frequencies)
     return output(params, attended.astype(x.dtype), config)

@@ -20,7 +20,6 @@ from dsv4_jax.cache.paged_cache import PagedKVPool
 from dsv4_jax.cache.state_cache import StateCachePool
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.codecs import Planes
-from pallas_kernels.common.norm_rope import rotate
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -62,6 +61,11 @@ class LayerNorms:
     eps: float = flax.struct.field(pytree_node=False)
     norms_queries: bool = flax.struct.field(pytree_node=False, default=True)
 
+    @property
+    def of_tokens(self) -> pk.NormRope:
+        """Of queries and window entries."""
+        return pk.NormRope(self.kv, self.frequencies, self.eps, self.norms_queries)
+
 
 class Appended(NamedTuple):
     """What an append gives back beside the updated pools.
@@ -95,11 +99,8 @@ def append_in_place(
       call: the call's indices; no row has more than one token.
       layer: i32[], index into the pools' stacked arrays.
 
-    Queries are normed: a layer that leaves them as they are takes the other way.
-
     Source: deepseek_v4.md sections 1.3, 2, 3 and 4.
     """
-    assert norms.norms_queries
     state, paged = pools
     fmt = state.schema.format
     projections = (tokens.compressor, tokens.indexer)
@@ -109,7 +110,7 @@ def append_in_place(
         pk.LayerPlanes(state.window, layer, fmt.ring),
         [] if paged is None else _compressors((state, paged), projections, norms),
         call,
-        pk.NormRope(norms.kv, norms.frequencies, norms.eps),
+        norms.of_tokens,
         compression_ratio=state.schema.compression_ratio,
         index_queries=tokens.index_queries,
         index_codec=None if tokens.index_queries is None else fmt.index_key,
@@ -141,9 +142,9 @@ def append_uncommitted(
     state, paged = pools
     fmt = state.schema.format
     queries, window = pk.encode_tokens(
-        tokens.queries if norms_queries and norms.norms_queries else None,
+        tokens.queries if norms_queries else None,
         tokens.kv,
-        pk.NormRope(norms.kv, norms.frequencies, norms.eps),
+        norms.of_tokens,
         call.positions,
         codec=fmt.ring,
     )
@@ -155,10 +156,7 @@ def append_uncommitted(
         index_queries = pk.round_index_queries(
             index_queries, norms.frequencies, call.positions, codec=fmt.index_key
         )
-    if queries is None:
-        queries = tokens.queries
-        if not norms.norms_queries:
-            queries = rotate(queries, call.positions[:, None], norms.frequencies)
+    queries = tokens.queries if queries is None else queries
     return (state, paged), Appended(queries, index_queries, new.window, new)
 
 

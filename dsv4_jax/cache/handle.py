@@ -158,7 +158,9 @@ class LayerCacheHandle:
         checks.instance("tokens", tokens, LayerTokens)
         checks.instance("norms", norms, LayerNorms)
         call, query_eps, write = self.call, None, append_in_place
-        if not self.in_place:
+        # Tokens that wait for others of their entry are committed apart.
+        waits = self.schema.shares and tokens.compressor is not None
+        if not self.in_place or waits:
             is_many = tokens.queries.shape[0] >= _MANY_TOKENS
             leaves = attends_next and is_many and norms.norms_queries
             query_eps = norms.eps if leaves and not self.is_split else None

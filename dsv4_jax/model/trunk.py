@@ -293,7 +293,7 @@ def _run_segment(
             if part.places is not None and spec.makes_entries:  # those are there already
                 layer = without_source(layer)
             cache, staged, residual, selected, candidates = carry
-            in_place = staged is None and call.max_row_tokens == 1 and config.query_norm
+            in_place = staged is None and call.max_row_tokens == 1
             shared, entry_idx = {}, family_idx
             if spec.shares:
                 entry_idx = spec.entry_idx + copy * segment.entry_stride(spec)

@@ -62,7 +62,8 @@ def append_and_flush(
         rounded = round_index_queries(index_queries, norm_rope.frequencies, call.positions, ...)
 
     Args:
-      queries: [T, H, C], as projected; each head is normed without a weight.
+      queries: [T, H, C], as projected; each head is normed without a weight, if `norm_rope` says
+        so.
       kv: [T, C], as projected, in the same dtype, that of activations.
       ring: the window, planes [L, NS, W, ...]; its layer is that of states and pools too.
       compressors: none on SWA layers; on CSA layers the main one and the indexer's; one on HCA.

@@ -211,7 +211,7 @@ def _run_program(
     @pl.when(has_heads)
     def _rotate_heads() -> None:
         heads = triton_heads.Heads(inputs.queries, outputs.queries, token, program - programs.heads)
-        eps = arguments.norm_rope.eps
+        eps = arguments.norm_rope.query_eps
         triton_token.rotate_heads(heads, inputs.frequencies, closes.position, eps=eps)
 
     if arguments.index_codec is not None:

@@ -14,17 +14,24 @@ from pallas_kernels.common.rounding import round_to, rounded
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NormRope:
-    """The norm of a layer's window entries, and the RoPE of its vectors.
+    """The norm of a layer's vectors, and their RoPE.
 
     Attributes:
-      weight: [C], weight of the norm.
+      weight: [C], weight of the norm of window entries.
       frequencies: f32[R / 2], radians per position; the last R dims rotate.
       eps: floor of the layer's norms; static.
+      norms_queries: whether each query head is normed, without a weight, before it rotates; static.
     """
 
     weight: jax.Array
     frequencies: jax.Array
     eps: float = dataclasses.field(metadata={"static": True})
+    norms_queries: bool = dataclasses.field(default=True, metadata={"static": True})
+
+    @property
+    def query_eps(self) -> float | None:
+        """Floor of the queries' norm; None where they have none."""
+        return self.eps if self.norms_queries else None
 
 
 def rms_norm(x: jax.Array, weight: jax.Array | None, *, eps: float) -> jax.Array:

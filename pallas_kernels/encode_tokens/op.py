@@ -51,8 +51,8 @@ def encode_tokens(
         rows = codec.encode(rope(norm(kv) * norm_rope.weight), R)           # planes [T, ...]
 
     Args:
-      queries: [T, H, C], as projected; each head is normed without a weight. None leaves them to
-        `sparse_attention`.
+      queries: [T, H, C], as projected; each head is normed without a weight, if `norm_rope`
+        says so. None leaves them to `sparse_attention`.
       kv: [T, C], as projected, in the same dtype, that of activations.
       norm_rope: norm of the entries, and the RoPE of both; its `eps` is that of the queries' norm
         too.

@@ -25,5 +25,5 @@ def encode_tokens(
     planes = codec.encode(entries, 2 * frequencies.shape[0])  # planes [T, ...]
     if queries is None:
         return None, planes
-    heads = rms_norm_by_pairs(queries, None, eps=eps)
+    heads = rms_norm_by_pairs(queries, None, eps=eps) if norm_rope.norms_queries else queries
     return rotate(heads, positions[:, None], frequencies), planes

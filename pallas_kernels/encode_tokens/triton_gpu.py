@@ -57,7 +57,8 @@ def encode_tokens(
 
         def rotate() -> None:
             heads = triton_heads.Heads(inputs.queries, outputs.queries, token, part - 1)
-            triton_token.rotate_heads(heads, inputs.frequencies, position, eps=eps)
+            query_eps = norm_rope.query_eps
+            triton_token.rotate_heads(heads, inputs.frequencies, position, eps=query_eps)
 
         if inputs.queries is not None:
             pl.when(part > 0)(rotate)

@@ -18,17 +18,19 @@ Ref = Any
 
 
 def rotate_heads(
-    heads: triton_heads.Heads, frequencies: Ref, position: jax.Array, *, eps: float
+    heads: triton_heads.Heads, frequencies: Ref, position: jax.Array, *, eps: float | None
 ) -> None:
-    """Norm and RoPE of a few heads of a token: from [T, H, C] to the same place of the target."""
+    """Norm and RoPE of a few heads of a token: from [T, H, C] to the same place of the target.
+
+    `eps` is the floor of the norm; None leaves the norm out.
+    """
     dim, dtype = heads.source.shape[2], heads.source.dtype
     width = max(128, pl.next_power_of_2(dim))
     table = triton_rope.load_rope_table(
-        None, frequencies, dim=dim, width=width, dtype=dtype, eps=eps
+        None, frequencies, dim=dim, width=width, dtype=dtype, eps=eps or 0.0
     )
-    triton_heads.map_heads(
-        lambda x: triton_rope.norm_and_rotate(x, table, position), heads, width=width
-    )
+    turn = triton_rope.rotate if eps is None else triton_rope.norm_and_rotate
+    triton_heads.map_heads(lambda x: turn(x, table, position), heads, width=width)
 
 
 def encode_entry(
