@@ -9,6 +9,10 @@ that gives logits. Flash with all its experts, as the release stores them:
 
     python -m tools.step_at_size 43 1 --config flash --weights released --drafts 1
     python -m tools.step_at_size 43 1 --config flash --weights released --drafts 5 --dspark
+
+DeepSeek-V4.1-Flash, in the format of its cache, with the experts that each of four devices has:
+
+    python -m tools.step_at_size 40 64 --config v41_flash --weights released --experts 96
 """
 
 import argparse
@@ -25,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4_jax as ds
+from dsv4_jax.bench.parts import one_token_each
 from dsv4_jax.bench.program import count_launches
 from dsv4_jax.bench.round_case import usual_stages
 from dsv4_jax.cache.model_cache import tree_bytes
@@ -53,7 +58,7 @@ def compile_step(
     *,
     batch,
     context,
-    cache_format="fp8_ue8m0",
+    cache_format=None,
     weights="bfloat16",
     activations="fp8",
     draft_tokens=0,
@@ -100,8 +105,7 @@ def compile_step(
             step, arguments = jit_plain_draw, (placed(rows), serve_input, last)
             static, donated = {"config": config}, [last]
     else:
-        row = placed(jax.ShapeDtypeStruct((batch,), jnp.int32))
-        call = ds.StepInput(token_ids=row, request_ids=row, request_slots=row)
+        call = placed(jax.eval_shape(functools.partial(one_token_each, config, batch)))
         step, arguments = ds.jit_decode_step, (params, cache, call)
     start = time.perf_counter()
     with jax.default_device(device):
@@ -197,15 +201,39 @@ def _weight_sized(hlo, params):
 def chosen_config(arguments):
     """The first layers of a preset, with a draft block or stages if it is asked to draft."""
     config = getattr(ds.DSV4Config, arguments.config)()
-    experts = arguments.experts or config.num_routed_experts
+    experts, layers = arguments.experts or config.num_routed_experts, arguments.layers
     config = dataclasses.replace(
         config,
-        layer_types=config.layer_types[: arguments.layers],
-        router_types=config.router_types[: arguments.layers],
+        layer_types=config.layer_types[:layers],
+        router_types=config.router_types[:layers],
         num_routed_experts=experts,
         num_mtp_layers=int(arguments.drafts > 0 and not arguments.dspark),
+        sources=_first_sources(config.sources, layers),
+        engram=_first_tables(config.engram, layers),
+        dspark=None,
     )
     return dataclasses.replace(config, dspark=usual_stages(config)) if arguments.dspark else config
+
+
+def _first_sources(sources, layers):
+    """Who makes and selects among the first layers, if those of the model share entries."""
+    if sources is None:
+        return None
+    limit = sources.candidates
+    return dataclasses.replace(
+        sources,
+        ratios=sources.ratios[:layers],
+        makers=tuple(maker for maker in sources.makers if maker < layers),
+        selectors=tuple(selector for selector in sources.selectors if selector < layers),
+        candidates=limit if limit is not None and limit.layer < layers else None,
+    )
+
+
+def _first_tables(engram, layers):
+    """The Engram tables of the first layers; None where they have none."""
+    if engram is None or engram.layers[0] >= layers:
+        return None
+    return dataclasses.replace(engram, layers=tuple(n for n in engram.layers if n < layers))
 
 
 def main():

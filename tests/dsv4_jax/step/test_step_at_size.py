@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from pallas_kernels.common.backend import FORBID_VARIABLE
 from tools import aot
 
 pytestmark = [
@@ -17,12 +18,16 @@ pytestmark = [
 TESTS = pathlib.Path(__file__).parents[2]
 
 
-def figures(layers, batch, *options):
+LAUNCHES_OF_V41 = {1: 26, 64: 40}
+"""Of a layer on average, at most."""
+
+
+def figures(layers, batch, *options, environment=()):
     """In a process of its own: Mosaic GPU fixes its architecture at the first compilation."""
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     done = subprocess.run(
         [sys.executable, "-m", "tools.step_at_size", str(layers), str(batch), *options],
-        env=os.environ | {"PYTHONPATH": paths},
+        env=os.environ | {"PYTHONPATH": paths} | dict(environment),
         capture_output=True,
         text=True,
     )
@@ -70,6 +75,19 @@ def test_a_round_copies_no_ring(drafts):
     found = figures(1, 32, "--config", "flash", "--weights", "released", "--drafts", *drafts)
     assert found["alias_bytes"] == found["cache_bytes"]
     assert found["large_copies"] == []
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_v41_flash_runs_no_reference_and_copies_no_weight(batch):
+    """All layers, with the experts that each of four devices has: a fallback would raise."""
+    options = ("--config", "v41_flash", "--weights", "released", "--experts", "96")
+    found = figures(40, batch, *options, environment={FORBID_VARIABLE: "1"})
+    assert found["alias_bytes"] == found["cache_bytes"]
+    assert found["large_copies"] == []
+    assert found["weight_sized"] == []
+    assert found["temp_bytes"] <= 256 * 2**20
+    assert found["argument_bytes_of_weights"] == pytest.approx(sum(found["weight_bytes"].values()))
+    assert sum(found["launches"].values()) <= LAUNCHES_OF_V41[batch] * 40
 
 
 @pytest.mark.parametrize(("config", "layers", "published"), [("flash", 43, 159_609_485_896)])
