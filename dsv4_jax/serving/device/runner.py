@@ -16,10 +16,10 @@ import numpy as np
 from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.pending_changes import idle_changes
 from dsv4_jax.cache.model_cache import ModelCache, family_bytes, family_kinds
-from dsv4_jax.cache.snapshots import SnapshotPlan
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.hosts import Hosts
 from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.serving.device.boundary_rows import snapshot_plan
 from dsv4_jax.serving.device.drawn_counts import CountKeeper
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
 from dsv4_jax.serving.device.engram_rows import RowStager
@@ -243,10 +243,11 @@ class StepRunner:
             count = max(1, int(rows.draws.sum()))  # what a draft is worth beside so many that draw
             least = np.full(num_slots, survivals[count - 1], np.float32)
         only_decodes = self.simplifies and self._only_decodes(plan)
+        kept = {"shards": self._shards, "slots": self.plan.max_requests}
         launch = functools.partial(
             self.devices.launch,
             step,
-            self._snapshot_plan(boundaries, self._max_boundaries(plan.size * plan.num_steps)),
+            snapshot_plan(boundaries, self._max_boundaries(plan.size * plan.num_steps), **kept),
             checked,
             following,
             num_steps if plan.num_steps > 1 else None,
@@ -286,7 +287,8 @@ class StepRunner:
         """Keeps boundaries that requests stand at, between steps."""
         slots = np.tile(np.arange(self.plan.max_requests, dtype=np.int32), self._shards)
         step = StepInput(token_ids=slots, request_ids=slots, request_slots=slots)  # type: ignore[arg-type]
-        plan = self._snapshot_plan(boundaries, self.plan.max_requests)
+        slots = self.plan.max_requests
+        plan = snapshot_plan(boundaries, slots, shards=self._shards, slots=slots)
         self.devices.save(step, plan)
 
     def warmup(self) -> list[tuple[str, float]]:
@@ -393,14 +395,3 @@ class StepRunner:
         """
         unread = 2 * self.plan.max_requests * self.draft_tokens * self._engine_plan.steps_per_call
         return self.plan.max_requests + (num_tokens + unread) // self.plan.block_tokens
-
-    def _snapshot_plan(self, boundaries: Sequence[Boundary], count: int) -> SnapshotPlan:
-        """Room for `count` boundaries on every data shard."""
-        fields = np.full((3, self._shards * count), -1, np.int32)
-        nexts = [shard * count for shard in range(self._shards)]
-        for slot, end, place, _ in boundaries:
-            shard, own = divmod(slot, self.plan.max_requests)
-            assert nexts[shard] < (shard + 1) * count, f"{boundaries} have room for {count} each"
-            fields[:, nexts[shard]] = own, end, place
-            nexts[shard] += 1
-        return SnapshotPlan(rows=fields[0], ends=fields[1], places=fields[2])  # type: ignore[arg-type]
