@@ -64,10 +64,13 @@ def use_small_model():
 
 
 def use_v41_model():
-    """Every kind of layer, tables and two stages; upper layers rest in some steps."""
+    """Every kind of layer, tables and two stages; upper layers rest in some steps.
+
+    All steps have a multiple of eight tokens on each data shard, at which programs give equal bits.
+    """
     config, params = v41_cache.model()
     serving.CONFIG, serving.params = config, lambda: params
-    sizes = {"prefill_tokens": (64,), "decode_tokens": None, "draft_tokens": 2}
+    sizes = {"prefill_tokens": (64,), "decode_tokens": None, "draft_tokens": 3}
     serving.SIZES |= sizes | {"cache_format": "f32"}
 
 
