@@ -13,12 +13,10 @@ from typing import Any
 import jax
 
 import dsv4_jax
-from dsv4_jax.cli import quick_start
-from dsv4_jax.cli.arguments import Parser
 from dsv4_jax.cli.ending import run_to_status
 from dsv4_jax.cli.environment import prepare_jax
 from dsv4_jax.cli.old_names import settle_first
-from dsv4_jax.cli.quick_start import starts_quickly
+from dsv4_jax.cli.parser import Parser
 from dsv4_jax.runtime import use_compilation_cache
 from dsv4_jax.standard_streams import takes_answers
 
@@ -75,8 +73,8 @@ def make_parser(only: str | None = None) -> Parser:
     return parser
 
 
-def _module_of(command: str) -> Any:
-    return importlib.import_module(f"{__name__}.{command}")
+def _module_of(name: str) -> Any:
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -106,8 +104,10 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _flags_of(args: Any) -> dict[str, str]:
     """Flags of XLA by which a command's programs are compiled."""
-    is_quick = args.command in _COMPILES_QUICKLY and starts_quickly(args.checkpoint)
-    return quick_start.FLAGS if is_quick else {}
+    if args.command not in _COMPILES_QUICKLY:
+        return {}
+    quick_start = _module_of("quick_start")
+    return quick_start.FLAGS if quick_start.starts_quickly(args.checkpoint) else {}
 
 
 def _format_warning(

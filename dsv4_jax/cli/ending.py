@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import jax
 
-from dsv4_jax.cli.arguments import UsageError
+from dsv4_jax.cli.parser import UsageError
 from dsv4_jax.runtime import find_start_problem
 from dsv4_jax.signals import keep_interrupts
 from dsv4_jax.standard_streams import say

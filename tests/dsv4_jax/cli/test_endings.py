@@ -31,7 +31,7 @@ from dsv4_jax.cli import (
     sweep,
     verify,
 )
-from dsv4_jax.cli.arguments import Parser, UsageError
+from dsv4_jax.cli.parser import Parser, UsageError
 from dsv4_jax.serving import engine
 from helpers import bad_files
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from dsv4_jax.cli import batch, serve
-from dsv4_jax.cli.arguments import Parser
+from dsv4_jax.cli.parser import Parser
 from dsv4_jax.rules import rules_of
 from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serving import AsyncEngine

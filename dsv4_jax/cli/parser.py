@@ -1,0 +1,77 @@
+"""The parser of a command line, which raises what it has to say; it imports nothing of JAX."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes whole names of options alone, and raises what it has to say.
+
+    Its help shows the default of every option that has one; the others say what holds if they are
+    not given.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As `argparse.ArgumentParser`."""
+        options = {"allow_abbrev": False, "formatter_class": _ShowingDefaults} | options
+        super().__init__(*args, **options)
+        self._mixes = False
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """As `argparse.ArgumentParser`, but that arguments without a dash may stand anywhere.
+
+        `--name=--` is refused, of which Python 3.12 makes a [].
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            name, _, value = word.partition("=")
+            if name.startswith("--") and value == "--":
+                self.error(f"argument {name}: must be a value, got '--', which ends options")
+        # Python's own takes options first and the rest after them, by two calls of this method. It
+        # loses a leading "--", after which nothing is an option anyway.
+        if self._mixes or self._subparsers is not None or "--" in words:
+            return super().parse_known_args(words, namespace)
+        self._mixes = True
+        try:
+            return self.parse_known_intermixed_args(words, namespace)
+        finally:
+            self._mixes = False
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Ends after a help or a version, of which `argparse` forgets whether it was written."""
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        super().exit(status, message)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ValueError with the command and the message."""
+        raise UsageError(f"{self.prog}: {message}")
+
+
+class _ShowingDefaults(argparse.HelpFormatter):
+    """Adds its default to the help of an option that takes a value."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        is_switch = isinstance(action, argparse.BooleanOptionalAction)
+        if not action.option_strings or default in (None, [], argparse.SUPPRESS):
+            return text
+        if action.nargs == 0 and not is_switch:
+            return text
+        if is_switch:
+            default = "on" if default else "off"
+        elif isinstance(default, list | tuple):
+            default = ",".join(map(str, default))
+        elif isinstance(default, float):
+            default = f"{default:g}"
+        return f"{text} (default: {default})".replace("%", "%%")
+
+
+class UsageError(ValueError):
+    """What is wrong with a command line; its message begins with the command."""
