@@ -499,8 +499,9 @@ async function readEvents(stream, handle) {
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
-      const data = event.slice(event.indexOf("data:") + 5).trim();
-      if (data !== "[DONE]") handle(JSON.parse(data));
+      // Between events the server may say by a comment that it is still there.
+      const data = event.split("\n").find((line) => line.startsWith("data:"))?.slice(5).trim();
+      if (data && data !== "[DONE]") handle(JSON.parse(data));
     }
   }
 }

@@ -251,6 +251,22 @@ def test_what_a_model_says_is_text_and_chat_shows_its_thoughts(
     assert browser.log() == []
 
 
+def test_a_comment_between_events_is_no_event(browser, server):
+    """A server that has no token yet says so, lest the connection be taken for dead."""
+    open_page(browser, server)
+    browser.run(
+        "const before = window.fetch;"
+        "window.fetch = (path, ...rest) => path === 'v1/completions'"
+        "  ? Promise.resolve(new Response(arguments[0])) : before(path, ...rest);",
+        ": the request waits\n\n"
+        'data: {"choices": [{"text": "hel"}]}\n\n: and waits\n\n'
+        'data: {"choices": [{"text": "lo"}]}\n\ndata: [DONE]\n\n',
+    )
+    browser.click("#send")
+    browser.until(lambda: browser.text("#answer").endswith("hello"))
+    assert browser.count("#answer .wrong") == 0
+
+
 @BYTES_ALONE
 def test_an_error_is_shown(browser, server):
     open_page(browser, server)
