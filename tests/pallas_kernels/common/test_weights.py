@@ -22,8 +22,11 @@ SIZES = [(64, 128), (1, 2), (48, 64), (65, 130), (3, 200, 96)]
 from_stored = jax.jit(functools.partial(MXFP4.from_stored, dtype="bfloat16"))
 to_stored, decode = jax.jit(MXFP4.to_stored), jax.jit(lambda weight: weight.decode())
 quantize_block_fp8, quantize_mxfp4 = (
-    jax.jit(functools.partial(quantize, dtype="float32"))
-    for quantize in (weights.quantize_block_fp8, weights.quantize_mxfp4)
+    functools.partial(jax.jit(quantize, static_argnames=names), dtype="float32")
+    for quantize, names in (
+        (weights.quantize_block_fp8, ("dtype", "block")),
+        (weights.quantize_mxfp4, ("dtype", "row_group")),
+    )
 )
 
 
@@ -139,20 +142,20 @@ def test_blocks_of_32_are_decoded_quantised_and_multiplied_by_their_own_scales()
 
 def test_kernels_for_blocks_of_128_take_no_others():
     x = jax.ShapeDtypeStruct((2, 128), jnp.bfloat16)
-    values = jnp.ones((128, 128))
-    fp8 = weights.quantize_block_fp8(values, dtype="bfloat16", block=32)
+    values = np.ones((128, 128), np.float32)
+    fp8 = quantize_block_fp8(values, dtype="bfloat16", block=32)
     assert "got blocks of 32" in find_obstacle(x, fp8)
     assert "got blocks of 32" in triton_gpu.find_obstacle(x, [fp8])
     # Rows that MXFP4 rounds by 32 inputs may have a scale for 128 of them.
-    fp4 = weights.quantize_mxfp4(values, dtype="bfloat16", row_group=32)
+    fp4 = quantize_mxfp4(values, dtype="bfloat16", row_group=32)
     assert find_obstacle(x, fp4) is None
     for weight in (fp8, fp4):
         assert weight.row_group == 32
 
 
 def test_blocks_of_another_size_are_refused():
-    weight = weights.quantize_block_fp8(jnp.ones((64, 64)), dtype="float32", block=32)
-    rows = jnp.ones((1, 64))
+    weight = quantize_block_fp8(np.ones((64, 64), np.float32), block=32)
+    rows = np.ones((1, 64), np.float32)
     with pytest.raises(ValueError, match=r"weight\.block must be one of \(128, 32\), got 64"):
         block_linear(rows, dataclasses.replace(weight, block=64))
     with pytest.raises(ValueError, match=r"weight\.scale must be uint8 or float32\[1, 1\]"):
