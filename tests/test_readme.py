@@ -20,8 +20,14 @@ GENERATED, FITS = (code for kind, code in BLOCKS if not kind)
 
 def test_it_is_short_and_its_links_can_be_clicked():
     assert len(TEXT.splitlines()) <= 120
-    assert [kind for kind, _ in BLOCKS] == ["sh", "", "", "sh", "bash", "python"]
+    assert [kind for kind, _ in BLOCKS] == ["sh", "", "", "bash", "sh", "bash", "python"]
     assert not re.search(r"`docs/[^`]*`", TEXT)
+
+
+def test_its_command_for_the_tests_is_what_ci_runs():
+    (command,) = (code for _, code in BLOCKS if "pytest" in code)
+    assert "\n".join(command.strip().split(" && ")[:2]) in (ROOT / ".ci" / "run").read_text()
+    assert f"\n{command.strip().split(' && ')[2]}\n" in (ROOT / ".ci" / "run").read_text()
 
 
 @pytest.mark.slow
