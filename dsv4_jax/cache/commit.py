@@ -137,8 +137,9 @@ def _commit_pending(
     assert state.pending is not None
     assert new.compressor is not None
     rings, rows = [state.pending], [new.compressor.planes]
+    ratio = state.schema.compression_ratio
     (pending,), _ = pk.append_tokens(
-        rings, rows, None, None, call, layer=layer, compression_ratio=state.schema.ratio
+        rings, rows, None, None, call, layer=layer, compression_ratio=ratio
     )
     return dataclasses.replace(state, pending=pending)
 
