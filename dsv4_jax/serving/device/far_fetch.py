@@ -70,19 +70,19 @@ class Fetch:
     """A prefix on its way back.
 
     First it is looked up, `search`, while the slabs of what was found are `held`, and then brought,
-    in runs of blocks and one of a snapshot. `chain` are the nodes that are used, `keys` those of
-    what it brings. `num_tokens` are those that it spares, `file_tokens` those of blocks from the
-    disk. Without a search and runs it has come, and `resumes` at its last node.
+    in runs of blocks and one of a snapshot. `chain` are the nodes that are used. `num_tokens` are
+    those that it spares, `file_tokens` those of blocks from the disk. Without a search and runs it
+    has come, and `resumes` at its last node.
     """
 
     request: Request
     shard: int
+    tokens: HashedTokens
     chain: list[PrefixNode]
     started_s: float
     search: FarSearch | None
     held: dict[Slab, None] = dataclasses.field(default_factory=dict)
     runs: list[FarRun] = dataclasses.field(default_factory=list)
-    keys: set[tuple[str, bytes]] = dataclasses.field(default_factory=set)
     num_tokens: int = 0
     file_tokens: int = 0
     resumes: PrefixNode | None = None
@@ -91,6 +91,11 @@ class Fetch:
     def is_coming(self) -> bool:
         """Whether it has not come yet."""
         return self.search is not None or bool(self.runs)
+
+    @property
+    def keys(self) -> set[tuple[str, bytes]]:
+        """Of the pages on their way."""
+        return {(run.of, page.content.key) for run in self.runs for page in run.pages}
 
     def take_rows(self, prefixes: PrefixCache, run: FarRun) -> list[int]:
         """Rows for the first pages of a run that can be written, -1 for one that is there."""

@@ -183,7 +183,7 @@ class HostCopies:
         if search.go_on(self._find, _LOOKED_UP_TOGETHER) and search.snapshot is None:
             return False
         prefixes.tree.use(*chain)
-        fetch = self._fetches[request] = Fetch(request, shard, chain, self._clock(), search)
+        fetch = self._fetches[request] = Fetch(request, shard, tokens, chain, self._clock(), search)
         self._hold_found(fetch, search, 0)
         self._look_up(fetch, search)
         self._load_next()
@@ -203,13 +203,12 @@ class HostCopies:
         if snapshot is None:
             self._end(fetch)
             return
-        pages = search.pages
-        fetch.keys = {("blocks", page.content.key) for page in pages}
-        fetch.keys.add(("snapshots", snapshot.content.key))
+        pages, keys = search.pages, set[tuple[str, bytes]]()
         for other in self._fetches.values():
             if other is fetch or other.shard != fetch.shard or not other.runs:
                 continue
-            if not other.keys.isdisjoint(fetch.keys):
+            keys = keys or {(page.of, page.content.key) for page in (snapshot, *pages)}
+            if not other.keys.isdisjoint(keys):
                 self._end(fetch)
                 self._after[request] = other
                 return
@@ -336,6 +335,8 @@ class HostCopies:
         self._metrics.disk_loaded_bytes += num_files * size
         self._metrics.host_loaded_bytes += (len(run.pages) - num_files) * size
         if run.of == "blocks":
+            # Whoever admits the request looks for all of them at once.
+            manager.prefixes.tree.match(fetch.tokens, len(fetch.chain))
             fetch.file_tokens += num_files * manager.plan.block_tokens
         if not fetch.runs:
             from_disk = min(fetch.file_tokens, fetch.num_tokens)

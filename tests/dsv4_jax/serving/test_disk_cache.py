@@ -187,7 +187,7 @@ class MovedLife(Life):
                 manager.evict(manager.num_blocks)
         disk, tier = self.engine.loop.host.disk, self.engine.loop.host.tier
         for page in tier.pages if self.rng.random() < 0.3 else ():
-            if not page.holders:
+            if not page.slab.holders:
                 tier.drop(page)
         if self.rng.random() < 0.01 and (pages := list(disk._pages.values())):
             path = pages[self.rng.integers(0, len(pages))].path

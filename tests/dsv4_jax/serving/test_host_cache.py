@@ -227,7 +227,7 @@ def test_work_for_a_prefix_comes_in_portions_while_somebody_runs(monkeypatch):
         most = max(most, len(done))
         assert engine.requests[runs].finish_reason is None
         time.sleep(0.001)
-    assert (most <= 2, steps > 10) == (True, True)
+    assert (most <= 2, steps >= 8) == (True, True)  # five runs, and four blocks before them
     completion = run_to_end(engine, waits)[0]
     assert (completion, completion.hit_tokens) == (wanted, 512)
     engine.cancel(runs)
