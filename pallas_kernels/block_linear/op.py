@@ -230,7 +230,7 @@ def swiglu_linear(
         "swiglu_linear",
         backend,
         _SWIGLU,
-        preferred=_preferred([gate, up]),
+        preferred=_preferred(x, [gate, up]),
         obstacle=_find_obstacle(x, [gate, up], backend),
         arguments={"x": x},
     )
@@ -243,15 +243,15 @@ def _choose(x: jax.Array | Pending, weights: Sequence[Weight], backend: Backend 
         "block_linear",
         backend,
         _LINEAR,
-        preferred=_preferred(weights),
+        preferred=_preferred(x, weights),
         obstacle=_find_obstacle(x, weights, backend),
         arguments={"x": _array_of(x)},
     )
 
 
-def _preferred(weights: Sequence[Weight]) -> Backend:
+def _preferred(x: jax.Array | Pending, weights: Sequence[Weight]) -> Backend:
     """The faster implementation on a GPU: XLA's own for dense weights."""
-    if triton_blocks.serves(weights):
+    if triton_blocks.serves(weights) and find_obstacle(x, *weights, small_blocks=True) is not None:
         return Backend.TRITON_GPU
     return Backend.MOSAIC_GPU if any(map(is_quantized, weights)) else Backend.REFERENCE
 
@@ -260,9 +260,10 @@ def _find_obstacle(
     x: jax.Array | Pending, weights: Sequence[Weight], backend: Backend | None
 ) -> str | None:
     """Why the backend's kernel, or the preferred one, can't serve the call; None where it can."""
-    chosen = _preferred(weights) if backend is None else backend
-    is_triton = isinstance(chosen, str) and chosen == Backend.TRITON_GPU
-    return (triton_blocks.find_obstacle if is_triton else find_obstacle)(x, *weights)
+    chosen = _preferred(x, weights) if backend is None else backend
+    if isinstance(chosen, str) and chosen == Backend.TRITON_GPU:
+        return triton_blocks.find_obstacle(x, *weights)
+    return find_obstacle(x, *weights, small_blocks=True)
 
 
 def _array_of(x: jax.Array | Pending) -> jax.Array:

@@ -25,7 +25,9 @@ FP8_BLOCK = 128
 
 `BlockFP8.block` and `MXFP4.row_group` may say otherwise.
 """
-FP8_BLOCKS = (128, 32)
+SMALL_BLOCK = 32
+"""As `FP8_BLOCK`, of DeepSeek-V4.1."""
+FP8_BLOCKS = (FP8_BLOCK, SMALL_BLOCK)
 """Those that releases have: DeepSeek-V4's, and DeepSeek-V4.1's."""
 MXFP4_GROUP = 32
 """Inputs that share a scale of MXFP4."""

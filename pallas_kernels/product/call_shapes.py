@@ -15,6 +15,7 @@ from pallas_kernels.common.weights import (
     INPUTS,
     MXFP4,
     ROWS,
+    SMALL_BLOCK,
     BlockFP8,
     Weight,
 )
@@ -30,6 +31,9 @@ from pallas_kernels.product.tiling import (
     choose_core,
 )
 
+MOST_ROWS_OF_SMALL_BLOCKS = 64
+"""Rows of a weight with FP8 scales of 32 x 32 that this kernel multiplies; 0 leaves it all of them
+to `triton_blocks`."""
 _LOADS_AHEAD = range(128, 193)
 """tile_m of tiles that do; see `Shapes.loads_ahead`."""
 
@@ -46,6 +50,7 @@ class Shapes:
         tiles follow each other.
       format: of the weights, "fp8", "mxfp4" or "dense".
       rounds_rows: whether the kernel rounds rows of x itself, each CTA those that it multiplies.
+      block: outputs and inputs that share a scale of block FP8.
       core: the tensor core.
     """
 
@@ -55,7 +60,13 @@ class Shapes:
     is_gated: bool
     format: str
     rounds_rows: bool = False
+    block: int = FP8_BLOCK
     core: TensorCore = HOPPER
+
+    @property
+    def has_small_blocks(self) -> bool:
+        """Whether 32 x 32 codes of block FP8 share a scale, and not a whole group of inputs."""
+        return self.is_fp8 and self.block == SMALL_BLOCK
 
     @property
     def is_fp8(self) -> bool:
@@ -123,6 +134,7 @@ def shapes_of(*weights: Weight, is_gated: bool = False, core: TensorCore | None 
         num_terms=1 if is_dense or weight.activations == "fp8" else 2,
         is_gated=is_gated,
         format="dense" if is_dense else "mxfp4" if isinstance(weight, MXFP4) else "fp8",
+        block=weight.block if isinstance(weight, BlockFP8) else FP8_BLOCK,
         core=core or choose_core(),
     )
 
@@ -136,18 +148,28 @@ def can_join(weights: Sequence[Weight]) -> bool:
     )
 
 
-def find_obstacle(x: jax.Array | Pending, *weights: Weight) -> str | None:
+def find_obstacle(
+    x: jax.Array | Pending, *weights: Weight, small_blocks: bool = False
+) -> str | None:
     """Why the kernels can't serve a call, as the rest of a sentence; None where they can.
 
-    Rows are rounded under a scale for 128 inputs for MXFP4 that rounds them by fewer, too: scales
+    Rows are rounded under a scale for 128 inputs for weights that round them by fewer, too: scales
     are powers of two, and E4M3 keeps as many bits under each. Under the larger one a value that is
     less than 2^-13 of the largest among 128 has fewer: it is off by at most 2^-16 of that largest.
+
+    Args:
+      x: rows.
+      *weights: that multiply them.
+      small_blocks: whether FP8 may have scales of 32 x 32, as a product of few rows may on Hopper.
     """
     if len({_kind_of(weight) for weight in weights}) > 1:
         return "takes weights of one format and one form of activations, got several"
     for weight in weights:
         if isinstance(weight, BlockFP8) and weight.block != FP8_BLOCK:
-            return f"takes FP8 scales of {FP8_BLOCK} x {FP8_BLOCK}, got blocks of {weight.block}"
+            obstacle = _find_obstacle_of_small(x, weight)
+            if obstacle is not None or not small_blocks:
+                taken = f"takes FP8 scales of {FP8_BLOCK} x {FP8_BLOCK}"
+                return f"{taken}{obstacle or ''}, got blocks of {weight.block}"
         # Whole groups of inputs and whole tiles of a consumer; a scale belongs to 128 x 128 codes.
         if isinstance(weight, BlockFP8) and (weight.shape[-1] % INPUTS or weight.shape[-2] % ROWS):
             return f"takes FP8 weights of multiples of {ROWS} x {INPUTS}, got {weight.shape=}"
@@ -162,6 +184,17 @@ def find_obstacle(x: jax.Array | Pending, *weights: Weight) -> str | None:
                 f"takes dense weights of multiples of {ROWS} x {DENSE_GROUP_K}, got {weight.shape=}"
             )
     return devices.find_obstacle()
+
+
+def _find_obstacle_of_small(x: jax.Array | Pending, weight: BlockFP8) -> str | None:
+    """Which calls with FP8 scales of 32 x 32 there is a kernel for, where this is none of them."""
+    if choose_core().has_tmem:
+        return ", and smaller ones on Hopper alone"
+    if weight.scale.dtype != jnp.uint8:
+        return f", and smaller ones that are powers of two, got {weight.scale.dtype}"
+    if x.shape[-2] > MOST_ROWS_OF_SMALL_BLOCKS:
+        return f", and smaller ones for at most {MOST_ROWS_OF_SMALL_BLOCKS} rows, got {x.shape}"
+    return None
 
 
 def _kind_of(weight: Weight) -> tuple[type, str, int] | None:

@@ -1,6 +1,7 @@
 """Products of rows with weights on Hopper, weights on the left: what its two consumers do.
 
-Block FP8 with many rows is multiplied in `mosaic_hopper_rows`.
+Block FP8 with many rows is multiplied in `mosaic_hopper_rows`; a group of inputs whose scales are
+of 32 x 32 is added in `small_blocks`.
 
 Consumer g has a tile of 64 outputs, the left operand of a product whose right one is x:
 
@@ -33,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.gpu import mosaic
-from pallas_kernels.product import exchange, wgmma
+from pallas_kernels.product import exchange, small_blocks, wgmma
 from pallas_kernels.product.operands import SwiGLU
 from pallas_kernels.product.round_rows import await_rows
 from pallas_kernels.product.store_pairs import store_pairs
@@ -52,6 +53,8 @@ def mainloop(work: Work) -> list[jax.Array]:
     def tile_scales_of(k_iter: int | jax.Array) -> list[jax.Array]:
         if not work.shapes.is_fp8:
             return []
+        if work.shapes.has_small_blocks:
+            return small_blocks.load_scales(work, k_iter)
         return [work.scale_of_tile(work.warpgroup, work.group_of(k_iter, g)) for g in groups]
 
     def add_stage(
@@ -64,6 +67,8 @@ def mainloop(work: Work) -> list[jax.Array]:
         next_scales = tile_scales_of(k_iter + 1)  # on their way while this stage is multiplied
         if work.shapes.is_dense:
             accumulators = _add_dense(work, k_iter, accumulators)
+        elif work.shapes.has_small_blocks:
+            accumulators = small_blocks.add_stage(work, k_iter, accumulators, tile_scales)
         else:
             for g in groups:
                 tile_scale = tile_scales[g] if tile_scales else None

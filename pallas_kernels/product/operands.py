@@ -93,7 +93,8 @@ class Product:
         """What a profile calls it: format, outputs of the launch and inputs."""
         shapes = self.shapes
         outputs = "x".join(str(tiles * WARPGROUP_N) for tiles in shapes.warpgroup_tiles)
-        return f"{shapes.format}_{outputs}_of_{shapes.k_groups * shapes.group_k}"
+        name = f"{shapes.format}_{shapes.block}" if shapes.has_small_blocks else shapes.format
+        return f"{name}_{outputs}_of_{shapes.k_groups * shapes.group_k}"
 
     def operands(self) -> Operands:
         """Arrays that the kernel reads."""

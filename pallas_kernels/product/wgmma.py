@@ -85,6 +85,48 @@ def begin(left: Ref | jax.Array, right: Ref, widths: Sequence[int]) -> list[jax.
     return list(issue(left, right))
 
 
+def begin_steps(
+    left: Ref, right: Ref, steps: Sequence[int], over: Sequence[jax.Array] = ()
+) -> list[jax.Array]:
+    """Begins a product for each of some steps of 32 inputs, left @ right.T of these alone.
+
+    Args:
+      left: e4m3[64, 128] in shared memory, as of `begin`.
+      right: e4m3[N, 128], as of `begin`.
+      steps: of 0 .. 3, each 32 inputs.
+      over: results of an earlier call with as many steps, whose registers these take: all that
+        reads those comes first. The assembler would else put it off past products that follow, and
+        keep the sums of all. None is any registers.
+
+    Returns:
+      f32[64, N] for each step; for `finish`, as one product.
+    """
+    width = right.shape[0]
+    if interpreting():
+        rows, values = (operand[...].astype(jnp.float32) for operand in (right, left))
+        runs = [slice(step * _STEP, (step + 1) * _STEP) for step in steps]
+        return [values[:, run] @ rows[:, run].T for run in runs]
+    kind = plgpu.ShapeDtypeStruct((_HEIGHT, width), jnp.float32, layout=_LAYOUT)
+
+    @plgpu.inline_mgpu(
+        arg_types=(_OPERAND, _OPERAND, [_LAYOUT] * len(over)), return_type=(kind,) * len(steps)
+    )
+    def issue(_, left, right, over):
+        lefts, rights = _steps(left), _steps(right)
+        lefts, rights = [[lefts[step]] for step in steps], [rights[step] for step in steps]
+        olds = [_element(pair, i) for old in over for pair in old.registers.flat for i in range(2)]
+        sums = _issue(lefts, rights, width, apart=True, olds=olds)
+        count = width // 2
+        runs = [sums[i * count : (i + 1) * count] for i in range(len(steps))]
+        return tuple(_array(run, (_HEIGHT, width)) for run in runs)
+
+    return list(issue(left, right, list(over)))
+
+
+def _element(pair: ir.Value, i: int) -> ir.Value:
+    return llvm.extractelement(pair, mgpu.c(i, ir.IntegerType.get_signless(32)))
+
+
 def _word(register: ir.Value) -> ir.Value:
     return mgpu.utils.bitcast(register, ir.IntegerType.get_signless(32))
 
@@ -139,13 +181,27 @@ def _steps(ref: ir.Value) -> list[ir.Value]:
     return [arith.addi(first, mgpu.c(step, i32)) if step else first for step in steps]
 
 
-def _issue(lefts: list[list[ir.Value]], rights: list[ir.Value], width: int) -> list[ir.Value]:
-    """One instruction for each step; returns the sums' registers."""
-    count = width // 2
+def _issue(
+    lefts: list[list[ir.Value]],
+    rights: list[ir.Value],
+    width: int,
+    *,
+    apart: bool = False,
+    olds: Sequence[ir.Value] = (),
+) -> list[ir.Value]:
+    """One instruction for each step; returns the sums' registers, each step's where `apart`.
+
+    Those of `olds` become theirs.
+    """
+    of_step = width // 2
+    count = of_step * len(lefts) if apart else of_step
     numbers = itertools.count(count)
-    sums = ", ".join(f"${i}" for i in range(count))
     # The fence orders the registers' last writes before the instructions that take them.
     lines = ["{", ".reg .pred adds;", ".reg .b64 left, right;", "wgmma.fence.sync.aligned;"]
+    if olds:
+        # No launch has no CTA, so nothing is added to the old sums; but the assembler can't know,
+        # and so takes them for operands.
+        lines += [".reg .b32 count;", "mov.u32 count, %nctaid.z;", "setp.eq.u32 adds, count, 0;"]
     operands = []
     for i, (words, right) in enumerate(zip(lefts, rights, strict=True)):
         operands += [*words, right]
@@ -156,9 +212,11 @@ def _issue(lefts: list[list[ir.Value]], rights: list[ir.Value], width: int) -> l
         ):  # one word is a descriptor's lower half: the operand is in shared memory
             lines.append(f"mov.b64 left, {{{names[0]}, {_DESCRIPTOR}}};")
             left = "left"
+        first = i * of_step if apart else 0
+        sums = ", ".join(f"${number}" for number in range(first, first + of_step))
         lines += [
             f"mov.b64 right, {{${next(numbers)}, {_DESCRIPTOR}}};",
-            f"setp.ne.b32 adds, {min(i, 1)}, 0;",
+            *([] if olds else [f"setp.ne.b32 adds, {0 if apart else min(i, 1)}, 0;"]),
             f"wgmma.mma_async.sync.aligned.m64n{width}k{_STEP}.f32.e4m3.e4m3"
             f" {{{sums}}}, {left}, right, adds, 1, 1;",
         ]
@@ -166,9 +224,9 @@ def _issue(lefts: list[list[ir.Value]], rights: list[ir.Value], width: int) -> l
     f32 = ir.F32Type.get()
     issued = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * count),
-        operands,
+        [*operands, *olds],
         "\n".join(lines),
-        ",".join([*["=&f"] * count, *["r"] * len(operands)]),
+        ",".join([*["=&f"] * count, *["r"] * len(operands), *map(str, range(len(olds)))]),
         has_side_effects=True,
     )
     return [llvm.extractvalue(f32, issued, [i]) for i in range(count)]

@@ -9,53 +9,16 @@ import numpy as np
 import pytest
 
 from helpers import slow
+from helpers.blocks_of_32 import close, make, multiply, normal, specs
 from pallas_kernels import Backend, block_linear, swiglu_linear
 from pallas_kernels.block_linear import block_linear_by_token, block_linears, reference
-from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.norm_rope import rms_norm
 from pallas_kernels.common.pending import SplitSums, Unnormed, finish
 from pallas_kernels.common.rows import round_rows
-from pallas_kernels.common.weights import FP8_BLOCK, BlockFP8, quantize_block_fp8
+from pallas_kernels.common.weights import FP8_BLOCK
 from pallas_kernels.product import can_join, round_groups, triton_blocks
 
 pytestmark = pytest.mark.unoptimised
-
-TOLERANCE, CARD_TOLERANCE = 3e-6, 1e-4
-"""Relative to the largest result: exact products, added in another order; tensor cores cut off what
-a sum has no bits for."""
-BLOCK = triton_blocks.BLOCK
-
-
-def make(shape, activations="fp8", block=BLOCK, seed=0):
-    """A weight whose blocks have scales that differ by up to 2^9, in either direction."""
-    rng = np.random.default_rng(seed)
-    values = rng.normal(size=shape) * shape[-1] ** -0.5
-    *_, out, into = shape
-    rows, columns = np.arange(out) // 32 % 4, np.arange(into) // 32 % 7
-    values = values * 2.0 ** (rows[:, None] + columns)
-    return quantize(values.astype(np.float32), activations=activations, block=block)
-
-
-quantize = jax.jit(
-    functools.partial(quantize_block_fp8, dtype="bfloat16"),
-    static_argnames=("activations", "block"),
-)
-
-
-def normal(*shape, seed=1):
-    """Rows whose groups of 32 have sizes that differ by up to 2^6."""
-    size = 2.0 ** (np.arange(shape[-1]) // 32 % 7)
-    return (np.random.default_rng(seed).normal(size=shape) * size).astype(jnp.bfloat16)
-
-
-def close(found, expected):
-    expected = np.asarray(expected, np.float64)
-    tolerance = TOLERANCE if interpreting() else CARD_TOLERANCE
-    bound = tolerance * np.abs(expected).max()
-    assert np.abs(np.asarray(found, np.float64) - expected).max() < bound
-
-
-multiply = jax.jit(block_linear, static_argnames=("dtype", "backend"))
 
 
 @pytest.mark.parametrize("activations", ["fp8", "bfloat16"])
@@ -167,13 +130,16 @@ def test_what_the_kernel_cannot_serve_is_refused_by_name():
     assert "multiples of 64 x 128" in refused(make((96, 256)))
     assert "rows in bfloat16" in refused(weight, x.astype(jnp.float32))
     assert "scales of 32 x 32 alone" in refused(make((128, 256), block=FP8_BLOCK))
-    assert "scales of 128 x 128" in refused(weight, backend="mosaic_gpu")
+    many = normal(65, 256)
+    assert "smaller ones for at most 64 rows" in refused(weight, many, backend="mosaic_gpu")
+    assert "smaller ones that are powers of two" in refused(of_any_scale, backend="mosaic_gpu")
     assert not can_join([weight, make((128, 256), block=FP8_BLOCK)])
 
 
 @pytest.mark.gpu
 def test_a_gpu_takes_this_kernel_by_itself():
-    weight, x = make((192, 384)), normal(5, 384)
+    """Of more rows than the other kernel has."""
+    weight, x = make((192, 384)), normal(80, 384)
     found = multiply(x, weight, dtype=jnp.float32)
     np.testing.assert_array_equal(
         found, multiply(x, weight, dtype=jnp.float32, backend="triton_gpu")
@@ -185,19 +151,8 @@ def test_a_gpu_takes_this_kernel_by_itself():
     [(1, (1280, 512), 5120, 14), (64, (1280, 512), 5120, 5), (1, (32768,), 1280, 1)],
 )
 def test_inputs_are_split_to_keep_the_card_busy(num_rows, widths, into, splits):
-    weights = [_specs((1, width, into)) for width in widths]
+    weights = [specs((1, width, into)) for width in widths]
     assert triton_blocks.choose_splits(weights, num_rows, num_sms=132) == splits
-
-
-def _specs(shape, activations="fp8"):
-    *lead, out, into = shape
-    return BlockFP8(
-        codes=jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn),
-        scale=jax.ShapeDtypeStruct((*lead, out // BLOCK, into // BLOCK), jnp.uint8),
-        dtype="bfloat16",
-        activations=activations,
-        block=BLOCK,
-    )
 
 
 def _product(x, weights):
@@ -210,7 +165,7 @@ AOT_CASES = [
         _product,
         [
             jax.ShapeDtypeStruct((rows, shapes[0][-1]), jnp.bfloat16),
-            [_specs(shape) for shape in shapes],
+            [specs(shape) for shape in shapes],
         ],
     )
     for name, shapes in (
