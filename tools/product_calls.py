@@ -20,7 +20,11 @@ MANY_TOKENS, MANY_ROWS = 515, 1027
 """So many that kernels have other forms for them, and no tile's multiple."""
 NARROW = 100
 """Rows that are cut into narrow tiles, since wide ones would be fewer than SMs."""
-QUANTIZE = {"fp8": weights.quantize_block_fp8, "mxfp4": weights.quantize_mxfp4}
+QUANTIZE = {
+    "fp8": weights.quantize_block_fp8,
+    "small blocks": functools.partial(weights.quantize_block_fp8, block=weights.SMALL_BLOCK),
+    "mxfp4": weights.quantize_mxfp4,
+}
 TILINGS = {
     "tiles": Tiling(16, 256, 2, persistent=1, band=2),
     "splits": Tiling(16, 128, 2, split_k=2),
@@ -149,6 +153,8 @@ CALLS = {
     "multiply_mxfp4": functools.partial(multiply, "mxfp4", 5),
     "multiply_one": functools.partial(multiply, "mxfp4", 1, shape=(OUT, 1536)),
     "multiply_two": functools.partial(multiply, "fp8", 2, shape=(OUT, 1280)),
+    "multiply_small_blocks": functools.partial(multiply, "small blocks", 2, shape=(OUT, 1280)),
+    "multiply_small_blocks_wide": functools.partial(multiply, "small blocks", 40),
     "multiply_long": functools.partial(multiply, "fp8", 5, shape=(64, 4608)),
     "multiply_bf16_rows": functools.partial(multiply, "mxfp4", 5, activations="bfloat16"),
     "multiply_tiles": functools.partial(multiply, "fp8", 300, tiling="tiles"),

