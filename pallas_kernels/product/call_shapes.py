@@ -166,10 +166,10 @@ def find_obstacle(
         return "takes weights of one format and one form of activations, got several"
     for weight in weights:
         if isinstance(weight, BlockFP8) and weight.block != FP8_BLOCK:
-            obstacle = _find_obstacle_of_small(x, weight)
-            if obstacle is not None or not small_blocks:
-                taken = f"takes FP8 scales of {FP8_BLOCK} x {FP8_BLOCK}"
-                return f"{taken}{obstacle or ''}, got blocks of {weight.block}"
+            obstacle = _find_obstacle_of_small(x, weight) if small_blocks else ""
+            if obstacle is not None:
+                taken = f"takes FP8 scales of {FP8_BLOCK} x {FP8_BLOCK}{obstacle}"
+                return f"{taken}, got blocks of {weight.block}"
         # Whole groups of inputs and whole tiles of a consumer; a scale belongs to 128 x 128 codes.
         if isinstance(weight, BlockFP8) and (weight.shape[-1] % INPUTS or weight.shape[-2] % ROWS):
             return f"takes FP8 weights of multiples of {ROWS} x {INPUTS}, got {weight.shape=}"
@@ -191,9 +191,10 @@ def _find_obstacle_of_small(x: jax.Array | Pending, weight: BlockFP8) -> str | N
     if choose_core().has_tmem:
         return ", and smaller ones on Hopper alone"
     if weight.scale.dtype != jnp.uint8:
-        return f", and smaller ones that are powers of two, got {weight.scale.dtype}"
+        return f", and smaller ones that are powers of two, not {weight.scale.dtype}"
     if x.shape[-2] > MOST_ROWS_OF_SMALL_BLOCKS:
-        return f", and smaller ones for at most {MOST_ROWS_OF_SMALL_BLOCKS} rows, got {x.shape}"
+        most = MOST_ROWS_OF_SMALL_BLOCKS
+        return f", and smaller ones for at most {most} rows, not {x.shape[-2]}"
     return None
 
 
