@@ -167,6 +167,7 @@ def check_norm_rope(norm_rope: Any, dim: int) -> None:
     check_floats(**{"norm_rope.weight": norm_rope.weight})
     check_frequencies("norm_rope.frequencies", norm_rope.frequencies, dim)
     check_number("norm_rope.eps", norm_rope.eps, 0)
+    check_instance("norm_rope.norms_queries", norm_rope.norms_queries, bool)
 
 
 def check_frequencies(name: str, frequencies: Any, dim: int) -> None:

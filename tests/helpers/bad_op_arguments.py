@@ -110,6 +110,10 @@ def calls():
         "hyper_connections": {
             "products": f32(T, 3, (2 + S) * S), "scale": f32(3), "base": f32((2 + S) * S),
             "streams": f32(T, S, D), "norm": f32(D), "iters": 3, "eps": 1e-2, "norm_eps": 1e-2},
+        "hyper_connections shifted": {
+            "products": f32(T, 3, (2 + S) * S), "scale": f32(3), "base": f32((2 + S) * S),
+            "streams": f32(T, S, D), "norm": f32(D), "iters": 3, "eps": 1e-2, "norm_eps": 1e-2,
+            "weights": f32(T, S)},
         "index_scores": scores,
         "index_topk": scores | {"k": 3},
         "join_parts": {"parts": parts, "sink": f32(H), "positions": CALL.positions,
@@ -177,7 +181,7 @@ OPTIONAL = {
     "backend", "bias", "biases[0]", "buffer", "call.visible", "codec", "dtype", "dtypes",
     "expert_ids", "first", "frequencies", "index_codec", "index_queries", "norms", "norms[0]",
     "norms[1]", "picked_among", "plus", "pool", "projections", "queries", "query_eps", "running",
-    "selected",
+    "selected", "weights",
 }  # fmt: skip
 """Places where None is an argument like any other, or has to go with another one."""
 

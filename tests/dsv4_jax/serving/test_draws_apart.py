@@ -91,7 +91,9 @@ class Obedient:
         self._most_steps = engine.plan.steps_per_call
         self._masks = self._counts = None
 
-    def launch(self, step_input, snapshots, checked, nexts, num_steps=None, only_trunk=False, **_):
+    def launch(
+        self, step_input, snapshots, checked, nexts, num_steps=None, *_, only_trunk=False, **__
+    ):
         assert self._counts is None
         self.happened.append("trunk" if only_trunk else "step" if num_steps is None else "steps")
         rows = step_input.request_ids
