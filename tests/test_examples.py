@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import openai
 import pytest
 from starlette.testclient import TestClient
 
@@ -93,10 +94,15 @@ def test_a_file_of_prompts(checkpoint, tmp_path):
 def test_a_conversation_with_tools(capsys):
     """One layer of random weights: what it calls is up to chance, and its form is not."""
     example = load("chat_with_tools")
-    with running(small_engine()) as server:
-        arguments = ["--base-url", f"{server.url}/v1", "--first-choice", "required"]
-        arguments += ["--max-rounds", "1", "--max-tokens", "400"]
-        messages = example.main(["What is 17 times 23?", *arguments])
+    with (
+        running(small_engine()) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="any") as client,
+    ):
+        # One call ends the message; several would go on to its last token.
+        messages = example.chat(
+            client, next(iter(client.models.list())).id, "What is 17 times 23?",
+            first_choice="required", max_rounds=1, max_tokens=400, parallel_tool_calls=False,
+        )  # fmt: skip
     roles = [message["role"] for message in messages]
     assert roles[:3] == ["user", "assistant", "tool"]
     (call, *_) = messages[1]["tool_calls"]
