@@ -19,8 +19,6 @@ from helpers import gpu_results, quick_interpreter
 
 PROGRAMS = "DSV4_TEST_PROGRAMS"
 """Tells the workers of a run where it keeps compiled programs."""
-TUNABLES = "glibc.malloc.tcache_count=60000:glibc.malloc.tcache_max=4096"
-"""Of workers. Compilers allocate small objects all the time, and glibc keeps seven of a size."""
 MAX_MAPPINGS = 40_000
 """At the end of a file, of memory; beyond them compiled programs are dropped."""
 
@@ -33,8 +31,6 @@ def pytest_configure(config):
     # would hold for its own thread, and programs of other threads would be traced once more.
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    if hasattr(config, "workerinput") and os.environ.get("GLIBC_TUNABLES") == TUNABLES:
-        del os.environ["GLIBC_TUNABLES"]  # processes that tests start are as they always are
     if hasattr(config.option, "loadscopereorder"):  # of pytest-xdist: files of few tests last
         config.option.loadscopereorder = False
     # The workers of one run share what took long to compile; unless told where to keep it, no run
@@ -50,11 +46,6 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     if gpu_results.VARIABLE in os.environ:
         config.pluginmanager.register(gpu_results.Counts())
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes():
-    os.environ.setdefault("GLIBC_TUNABLES", TUNABLES)
 
 
 @pytest.hookimpl(optionalhook=True)

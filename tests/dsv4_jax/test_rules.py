@@ -8,6 +8,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cli import arguments
+from dsv4_jax.cli.parser import Parser
 from dsv4_jax.rules import (
     Flag,
     ListOf,
@@ -100,7 +101,7 @@ def test_a_body_has_its_own_range_and_words():
 
 
 def test_a_command_line_has_an_option_for_each_field_with_a_help():
-    parser = arguments.Parser("test")
+    parser = Parser("test")
     arguments.add_fields(parser, Settings, rules_of(Settings), warmth=3.0)
     assert arguments.chosen_fields(parser.parse_args([]), Settings) == {
         "count": 2, "warmth": 3.0, "part": None, "is_on": False, "is_off": True, "form": "a",

@@ -8,6 +8,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cli import arguments, engine_options, memory
+from dsv4_jax.cli.parser import Parser
 from dsv4_jax.rules import rules_of
 from dsv4_jax.serving import sizing
 from dsv4_jax.serving.options import EngineOptions
@@ -31,7 +32,7 @@ def test_what_takes_options_has_few_arguments():
 @pytest.mark.parametrize("serves", [False, True])
 def test_options_of_the_command_line_give_the_defaults(serves):
     """The format among them, which is the model's own."""
-    parser = arguments.Parser("test")
+    parser = Parser("test")
     engine_options.add_engine_options(parser, serves=serves)
     chosen = arguments.chosen_fields(parser.parse_args([]), EngineOptions)
     assert ("max_requests" in chosen) == serves
@@ -39,7 +40,7 @@ def test_options_of_the_command_line_give_the_defaults(serves):
 
 
 def test_each_option_of_the_command_line_reaches_its_field():
-    parser = arguments.Parser("test")
+    parser = Parser("test")
     engine_options.add_engine_options(parser, serves=True)
     arguments.add_fields(parser, EngineOptions, ["split_cache"])
     words = {
@@ -78,7 +79,7 @@ def test_each_option_of_the_command_line_reaches_its_field():
     ],
 )
 def test_the_command_line_has_its_own_words(words, told):
-    parser = arguments.Parser("test")
+    parser = Parser("test")
     engine_options.add_engine_options(parser, serves=True)
     with pytest.raises(ValueError, match=told):
         parser.parse_args(words)
@@ -117,7 +118,7 @@ def test_steps_have_a_bound_on_gpus_by_default_and_elsewhere_if_it_is_given(monk
     assert bound() == float("inf")
     assert bound(max_step_ms=40) == 0.04
     monkeypatch.setattr(sizing.jax, "default_backend", lambda: "gpu")
-    assert bound() == 0.08
+    assert bound() == 0.1
     assert bound(max_step_ms=600_000) == float("inf")
 
 

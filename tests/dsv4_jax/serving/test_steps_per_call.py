@@ -52,10 +52,10 @@ def calls_of(engine, monkeypatch):
     """Steps of each call that only decodes, as they come."""
     made, step = [], engine.loop.runner.devices.launch
 
-    def note(step_input, snapshots, checked, following, num_steps, **options):
+    def note(step_input, snapshots, checked, following, num_steps, *more, **options):
         if options["is_plain"]:
             made.append(1 if num_steps is None else int(num_steps.max()))
-        return step(step_input, snapshots, checked, following, num_steps, **options)
+        return step(step_input, snapshots, checked, following, num_steps, *more, **options)
 
     monkeypatch.setattr(engine.loop.runner.devices, "launch", note)
     return made
