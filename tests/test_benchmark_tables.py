@@ -168,10 +168,12 @@ def test_points_of_a_picture_stand_where_their_numbers_say():
 
 # What the README says of a step or a prompt, and the row of docs/benchmarks/ that has it.
 FROM_DOCUMENT = {
-    r"1 request of 4,096 tokens: ([\d.]+) ms a step": "| 1, 4,096 | {0} (",
-    r"64 of 16,384 tokens: ([\d.]+) ms, ([\d,]+) tokens/s": (
-        "| 64, 16,384 | {0} (19.91 to 20.20) | 24.54 | {1} |"
-    ),
+    r"1 request: ([\d.]+) ms a step": "and a plain step {0} (",
+    r"8 in an engine: ([\d.]+) ms": "| 8 | {0} (11.16 to 11.18) |",
+    r"64: ([\d.]+) ms;": "| 64 | {0} (29.79 to 29.99) |",
+    r"1, 8 and 64 requests in ([\d.]+) ms": "| 1 | {0} (8.67 to 8.76) | 3.02 |",
+    r"ms, ([\d.]+) ms and": "| 8 | {0} (15.83 to 16.12) | 9.21 |",
+    r"ms and ([\d.]+) ms": "| 64 | {0} (35.63 to 36.43) | 23.77 |",
     r"256 requests of 16,384 tokens: ([\d.]+) ms a step, ([\d,]+) tokens/s": (
         "| 4x1 | 256, 16,384 | {0} (14.81 to 15.05) | 12.03 | 1.24 | {1} |"
     ),
