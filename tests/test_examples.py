@@ -91,6 +91,7 @@ def test_a_file_of_prompts(checkpoint, tmp_path):
     assert lines[0]["text"] == lines[2]["text"] != lines[1]["text"]
 
 
+@pytest.mark.slow
 def test_a_conversation_with_tools(capsys):
     """One layer of random weights: what it calls is up to chance, and its form is not."""
     example = load("chat_with_tools")
