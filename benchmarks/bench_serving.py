@@ -79,7 +79,11 @@ def main():
     parser.add_argument("--prefill-tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--prompt-tokens", type=int, help="tokens of every prompt")
     parser.add_argument(
-        "--max-step-ms", type=float, nargs="+", default=[None], help="of an engine each"
+        "--max-step-ms",
+        type=step_bound,
+        nargs="+",
+        default=[None],
+        help="of an engine each; 'default' is its own",
     )
     parser.add_argument("--draft-tokens", type=int, default=0)
     parser.add_argument("--steps-per-call", type=int, default=1)
@@ -109,6 +113,11 @@ def main():
     )  # fmt: skip
     for max_step_ms in args.max_step_ms:
         serve(config, params, mesh, args, max_step_ms)
+
+
+def step_bound(text):
+    """Ms, or None for `default`."""
+    return None if text == "default" else float(text)
 
 
 def serve(config, params, mesh, args, max_step_ms):
