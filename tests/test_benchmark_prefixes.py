@@ -1,0 +1,48 @@
+"""Benchmarks of prefixes that lie elsewhere, at sizes for a CPU: they compare what they say."""
+
+import pytest
+
+import dsv4_jax as ds
+from benchmarks import bench_prefix_traffic as traffic
+from helpers.serving import one_layer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model():
+    return one_layer(num_mtp_layers=0)
+
+
+@pytest.fixture(autouse=True)
+def compile_as_needed(monkeypatch):
+    """A warm-up compiles all that a server may need."""
+    monkeypatch.setattr(ds.Engine, "warmup", lambda engine: iter(()))
+
+
+def test_requests_run_on_while_prefixes_come_and_go(model):
+    """In windows of each kind the bytes move that its name says, and nothing is lost."""
+    args = traffic.Args(
+        tokens=1024, answer=4000, seconds=0.4, warm_seconds=0.1, rounds=1, host_cache="64MiB"
+    )
+    engine = traffic.build(*model, args, 2)
+    rows = traffic.run(engine, args, 2)
+    quiet, back, both = (rows[kind] for kind in traffic.KINDS)
+    for row in rows.values():
+        assert min(row["tokens_s"], row["of_quiet"]) > 0
+    assert (quiet["back_gb_s"], quiet["there_gb_s"], quiet["prefixes"]) == (0, 0, 0)
+    assert (back["there_gb_s"], back["back_gb_s"] > 0, back["prefixes"] > 0) == (0, True, True)
+    assert min(both["there_gb_s"], both["back_gb_s"], both["prefixes"]) > 0
+    metrics = engine.metrics
+    assert metrics.host_lost_bytes == metrics.preempted == metrics.damaged_pages == 0
+    assert not engine.verify().problems
+
+
+def test_no_more_bytes_move_than_were_asked_for(model):
+    """A prefix that has begun comes; no other follows it."""
+    args = traffic.Args(
+        tokens=1024, answer=4000, seconds=0.4, warm_seconds=0.1, rounds=1, host_cache="64MiB",
+        gb_s=1e-9,
+    )  # fmt: skip
+    rows = traffic.run(traffic.build(*model, args, 2), args, 2)
+    assert [rows[kind]["prefixes"] for kind in traffic.KINDS] == [0, 1, 1]
