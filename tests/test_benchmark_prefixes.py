@@ -3,6 +3,7 @@
 import pytest
 
 import dsv4_jax as ds
+from benchmarks import bench_agents
 from benchmarks import bench_prefix_traffic as traffic
 from helpers.serving import one_layer
 
@@ -46,3 +47,18 @@ def test_no_more_bytes_move_than_were_asked_for(model):
     )  # fmt: skip
     rows = traffic.run(traffic.build(*model, args, 2), args, 2)
     assert [rows[kind]["prefixes"] for kind in traffic.KINDS] == [0, 1, 1]
+
+
+def test_agents_that_come_back_find_their_conversations_on_the_host(model):
+    """Both engines are asked the same, and one of them computes it again."""
+    command = "--returns --agents 6 --groups 2 --turns 2 --turn-tokens 60 --own-tokens 300 400"
+    command += " --concurrent 2 --snapshots 16 --prefill-tokens 64"
+    rows = bench_agents.compare(*model, bench_agents.read_args(command.split()))
+    far, near = rows["later, host"], rows["later, the device alone"]
+    assert far["asked_tokens"] == near["asked_tokens"] > 6 * 500
+    assert far["requests"] == near["requests"] >= 6
+    assert (near["host_hit_tokens"], near["moved_bytes"]) == (0, 0)
+    assert far["asked_tokens"] - far["hit_tokens"] < 6 * (2 * 128 + 60)
+    assert near["asked_tokens"] - near["hit_tokens"] > 6 * 300
+    ratios = rows["host / the device alone"]
+    assert ratios["requests_min"] == far["requests_min"] / near["requests_min"]
