@@ -8,6 +8,7 @@ has no tier. CONFIG is as for `bench_engine`.
 """
 
 import argparse
+import gc
 import json
 import pathlib
 import statistics
@@ -49,7 +50,7 @@ def main():
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args}", flush=True)
     rng = np.random.default_rng(0)
     prompts = [
-        rng.integers(2, config.vocab_size - 8, size // BLOCK * BLOCK + AFTER).tolist()
+        rng.integers(2, config.vocab_size - 8, size // BLOCK * BLOCK + AFTER)
         for size in (*sorted(args.tokens), *sorted(args.made))
     ]
     disk = {"disk_cache_dir": args.disk, "disk_cache_bytes": "48GiB"} if args.disk else {}
@@ -70,6 +71,7 @@ def main():
     far.close()
     if args.disk:
         del far
+        gc.collect()  # the pools go with it
         second = build(config, params, prompts, args, **disk)
         for prompt in prompts:
             say(len(prompt), "disk", [first_token(second, prompt)])
@@ -97,7 +99,8 @@ def resident_gib():
 
 def make_prefix(engine, prompt):
     """A prefix of blocks that hold anything: what it takes to move it does not depend on that."""
-    (manager,), ids = engine.loop.shards.managers, np.array(prompt, np.int32)
+    (manager,) = engine.loop.shards.managers
+    ids = np.asarray(prompt, np.int32)
     contents, chain = [one for one, _ in contents_of(ids, b"", BLOCK)], []
     manager.prefixes.bring_back(chain, contents)
     assert len(chain) == len(contents)

@@ -173,7 +173,7 @@ def _list_ids(prompt: Any, name: str) -> np.ndarray:
         if kind is bool or not issubclass(kind, int | np.integer):
             checks.refuse(name, "text or a list of token ids", prompt)
     try:
-        return np.array([int(item) for item in items], np.int64)
+        return np.fromiter(items, np.int64, len(items))
     except OverflowError:
         wrong = next(item for item in items if not 0 <= item <= checks.INT32_MAX)
         raise ValueError(
