@@ -2,11 +2,10 @@
 
 A step has one token for each request that decodes, and a prompt's tokens in the rest of its rows. A
 row of the output gives the step's size, how many of its rows hold tokens, and ms: median, least and
-most. Programs of all sizes are compiled side by side. CONFIG is as for `bench_serving`.
+most. CONFIG is as for `bench_serving`.
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
 import json
 
@@ -52,16 +51,9 @@ def main():
         max_context_tokens=args.context + max(args.sizes),
         cache_format=args.cache_format,
     )
-    with concurrent.futures.ThreadPoolExecutor() as threads:
-        programs = list(
-            threads.map(
-                lambda size: compile_program(
-                    jit_prefill, params, cache, step_of(config, args, size, size), config=config
-                ),
-                args.sizes,
-            )
-        )
-    for size, program in zip(args.sizes, programs, strict=True):
+    for size in args.sizes:
+        step = step_of(config, args, size, size)
+        program = compile_program(jit_prefill, params, cache, step, config=config)
         for share in args.filled:
             tokens = max(slots, round(share * size))
             step = step_of(config, args, size, tokens)
