@@ -289,7 +289,7 @@ def _join_shared(
     Its weights take longer to read, in FP8, so it comes first. Hidden values and results follow
     those of the routed experts, from `first_row` on.
     """
-    if find_obstacle(x, *shared) is not None:
+    if find_obstacle(x, *shared, small_blocks=True) is not None:
         return None
     gate, up, down = (jax.tree.map(lambda leaf: leaf[None], weight) for weight in shared)
     num_tokens = x.shape[0]

@@ -97,7 +97,7 @@ def test_few_tokens_that_picked_the_same_experts(lane, num_tokens, dim):
 
 @pytest.mark.parametrize("num_tokens", slow.all_but([5], [1, 5, 40]))
 def test_experts_that_round_rows_by_32_inputs(lane, num_tokens):
-    """V4.1's, beside a shared expert whose scales are of 32 x 32; its launches are its own.
+    """V4.1's, and a shared expert whose scales are of 32 x 32, in their launches if rows are few.
 
     Rows whose groups of 32 differ in size by up to 2^12, which a scale for 128 holds as well.
     """
@@ -112,6 +112,9 @@ def test_experts_that_round_rows_by_32_inputs(lane, num_tokens):
     found = jit_mixture(*given, limit=LIMIT, backend="mosaic_gpu")
     for mine, wanted in zip(found, expected, strict=True):
         close(lane, mine, wanted)
+    left = functools.partial(mixture_mlp, limit=LIMIT, may_stay_in_parts=True, backend="mosaic_gpu")
+    _, of_shared = jax.eval_shape(left, *given)
+    assert (of_shared is None) == (num_tokens <= 8)  # its result is among the parts
 
 
 @pytest.mark.slow
@@ -476,14 +479,15 @@ def _mixture(*arguments):
     return mixture_mlp(*arguments, limit=10.0, backend="mosaic_gpu", may_stay_in_parts=True)
 
 
-def _shared_specs(dim, width):
+def _shared_specs(dim, width, block=128):
     """Of a shared expert in block FP8."""
     return tuple(
         weights.BlockFP8(
             codes=jax.ShapeDtypeStruct((out, into), jnp.float8_e4m3fn),
-            scale=jax.ShapeDtypeStruct((out // 128, into // 128), jnp.uint8),
+            scale=jax.ShapeDtypeStruct((out // block, into // block), jnp.uint8),
             dtype="bfloat16",
             activations="fp8",
+            block=block,
         )
         for out, into in ((width, dim), (width, dim), (dim, width))
     )
@@ -506,6 +510,14 @@ AOT_CASES = (
             [*_specs(num_tokens, 384, 7168, 3072, "fp8"), _shared_specs(7168, 3072)],
         )
         for num_tokens in (1, 4, 6)
+    ]
+    + [
+        (
+            f"v41 mixture {num_tokens} fp8@sm_90a",
+            _mixture,
+            [*_specs(num_tokens, 96, 5120, 2304, "fp8"), _shared_specs(5120, 2304, block=32)],
+        )
+        for num_tokens in (1, 6, 8)
     ]
     + [
         (
