@@ -45,10 +45,9 @@ def find_obstacle(x: jax.Array, weights: Sequence[Weight]) -> str | None:
     for weight in weights:
         if not is_quantized(weight):
             continue
-        if isinstance(weight, BlockFP8) and weight.block != FP8_BLOCK:
-            return f"takes FP8 scales of {FP8_BLOCK} x {FP8_BLOCK}, got blocks of {weight.block}"
-        if not isinstance(weight, BlockFP8) or any(size % FP8_BLOCK for size in weight.shape):
-            return f"takes block FP8 of multiples of {FP8_BLOCK} x {FP8_BLOCK}, got {weight.shape}"
+        block = weight.block if isinstance(weight, BlockFP8) else FP8_BLOCK
+        if not isinstance(weight, BlockFP8) or any(size % block for size in weight.shape):
+            return f"takes block FP8 of multiples of {block} x {block}, got {weight.shape}"
         if x.shape[0] > FEW_ROWS:
             return f"takes block FP8 for at most {FEW_ROWS} rows, got {x.shape[0]}"
     return None
@@ -103,8 +102,8 @@ def joined_linears(arguments: Arguments) -> list[jax.Array]:
                 values = triton.load_where(x, (jnp.int32(row), column), inside)
                 values = values.astype(jnp.float32)
                 if isinstance(weight, BlockFP8):
-                    # The codes' scales go into x, a factor for each 128 inputs: fewer products than
-                    # one for each code.
+                    # The codes' scales go into x, a factor for each block of inputs: fewer products
+                    # than one for each code.
                     values = _scaled(values, weight, out, first)
                 sums[row] = sums[row] + tile * values[None]
         for row in range(num_rows):
@@ -131,10 +130,10 @@ def joined_linears(arguments: Arguments) -> list[jax.Array]:
 
 def _scaled(values: jax.Array, weight: BlockFP8, out: jax.Array, first: int) -> jax.Array:
     """A run of a row, f32[n], as the codes of a weight take it: rounded, times the run's scales."""
-    groups = values.reshape(-1, FP8_BLOCK)
-    block = first // FP8_BLOCK + jnp.arange(groups.shape[0], dtype=jnp.int32)
-    # Eight outputs of a program, at a multiple of eight, lie in one block of 128.
-    row = jnp.full(block.shape, jnp.min(out) // FP8_BLOCK, jnp.int32)
+    groups = values.reshape(-1, weight.block)
+    block = first // weight.block + jnp.arange(groups.shape[0], dtype=jnp.int32)
+    # Eight outputs of a program, at a multiple of eight, lie in one block.
+    row = jnp.full(block.shape, jnp.min(out) // weight.block, jnp.int32)
     scale = triton.load_where(weight.scale, (row, block), block < weight.scale.shape[1])
     if scale.dtype == jnp.uint8:
         scale = numbers.decode_ue8m0(scale)

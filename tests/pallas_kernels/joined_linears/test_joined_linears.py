@@ -72,18 +72,31 @@ def test_arguments_are_checked():
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "activations", "scale"),
+    ("num_rows", "activations", "scale", "block"),
     slow.all_but(
-        [(2, "fp8", jnp.uint8)],
-        [(2, "fp8", jnp.uint8), (1, "bfloat16", jnp.uint8), (1, "fp8", jnp.float32)],
+        [(2, "fp8", jnp.uint8, 128), (1, "fp8", jnp.uint8, 32)],
+        [
+            (2, "fp8", jnp.uint8, 128),
+            (1, "bfloat16", jnp.uint8, 128),
+            (1, "fp8", jnp.float32, 128),
+            (1, "fp8", jnp.uint8, 32),
+            (2, "bfloat16", jnp.uint8, 32),
+        ],
     ),
 )
-def test_fp8_weights_join_the_dense_ones(lane, num_rows, activations, scale):
-    """Row 0 ends in a group of zeros, and inputs are no multiple of a run."""
+def test_fp8_weights_join_the_dense_ones(lane, num_rows, activations, scale, block):
+    """Row 0 ends in a group of zeros, and inputs are no multiple of a run.
+
+    Groups of 32 inputs, and outputs, differ in size, so that no two neighbours share a scale.
+    """
     x, weights, biases, positions = arguments(num_rows, 1280, (128, 256, 20), jnp.bfloat16)
-    x = x.at[0, -128:].set(0)
-    quantize = jax.jit(quantize_block_fp8, static_argnames=("dtype", "activations"))
-    weights[:2] = [quantize(w * 3, dtype="bfloat16", activations=activations) for w in weights[:2]]
+    x = x.at[0, -128:].set(0) * jnp.bfloat16(2.0 ** (np.arange(1280)[None] // 32 % 7))
+    quantize = jax.jit(quantize_block_fp8, static_argnames=("dtype", "activations", "block"))
+    options = {"dtype": "bfloat16", "activations": activations, "block": block}
+    sizes = [jnp.bfloat16(2.0 ** (np.arange(len(w))[:, None] // 32 % 3)) for w in weights[:2]]
+    weights[:2] = [
+        quantize(w * 3 * size, **options) for w, size in zip(weights[:2], sizes, strict=True)
+    ]
     if scale == jnp.float32:
         factors = jax.random.uniform(jax.random.key(0), weights[1].scale.shape, minval=0.5)
         weights[1] = dataclasses.replace(weights[1], scale=factors)
@@ -107,16 +120,17 @@ def test_fp8_weights_are_for_one_or_two_rows(lane):
         joined_linears(x, weights, biases, positions, backend="triton_gpu")
 
 
-def _aot_case(num_rows, dim, is_quantized=False):
+def _aot_case(num_rows, dim, is_quantized=False, block=128):
     def call(x, weights, biases, positions):
         return joined_linears(x, weights, biases, positions, backend="triton_gpu")
 
     def fp8(width):
         return BlockFP8(
             codes=jax.ShapeDtypeStruct((width, dim), jnp.float8_e4m3fn),
-            scale=jax.ShapeDtypeStruct((width // 128, dim // 128), jnp.uint8),
+            scale=jax.ShapeDtypeStruct((width // block, dim // block), jnp.uint8),
             dtype="bfloat16",
             activations="fp8",
+            block=block,
         )
 
     widths = (1024, 1024, 256, 256, 64)
@@ -128,6 +142,7 @@ def _aot_case(num_rows, dim, is_quantized=False):
     if is_quantized:
         weights, biases = [fp8(1024), fp8(512), *weights], [None, None, *biases]
     name = f"{num_rows}x{dim}{' with fp8' if is_quantized else ''}"
+    name += f" of {block}" if block != 128 else ""
     return (name, call, [x, weights, biases, positions])
 
 
@@ -136,4 +151,5 @@ AOT_CASES = [
     _aot_case(8, 7168),
     _aot_case(64, 4096),
     _aot_case(1, 4096, is_quantized=True),
+    _aot_case(1, 5120, is_quantized=True, block=32),
 ]
