@@ -66,8 +66,8 @@ def find_obstacle(x: jax.Array | Pending, *weights: Weight) -> str | None:
             return "takes weights of one form of activations, got several"
         if weight.scale.dtype != jnp.uint8:
             return f"takes scales that are powers of two, got {weight.scale.dtype}"
-        if weight.shape[-1] % _INPUTS or weight.shape[-2] % _OUTPUTS:
-            return f"takes weights of multiples of {_OUTPUTS} x {_INPUTS}, got {weight.shape=}"
+        if weight.shape[-1] % BLOCK or weight.shape[-2] % _OUTPUTS:
+            return f"takes weights of multiples of {_OUTPUTS} x {BLOCK}, got {weight.shape=}"
     return None if x.dtype == jnp.bfloat16 else f"takes rows in bfloat16, got {x.dtype}"
 
 
@@ -118,7 +118,7 @@ def choose_splits(weights: Sequence[BlockFP8], num_rows: int, *, num_sms: int) -
     tiles = num_weights * sum(weight.shape[-2] // _OUTPUTS for weight in weights)
     tiles *= pl.cdiv(num_rows, _MOST_ROWS)
     most = int(_MOST_SUMS * dim / (4 * num_rows))  # 4 bytes of a sum, one of each code
-    runs = dim // _INPUTS
+    runs = pl.cdiv(dim, _INPUTS)
     splits = max(1, min(runs, most, _PROGRAMS_OF_SM * num_sms // tiles))
     # None that leaves a split idle.
     return pl.cdiv(runs, pl.cdiv(runs, splits))
@@ -133,7 +133,7 @@ def _multiply(
     widths = [weight.shape[-2] for weight in weights]
     tiles = [width // _OUTPUTS for width in widths]
     firsts = [0, *itertools.accumulate(tiles)]
-    runs = dim // _INPUTS
+    runs, is_whole = pl.cdiv(dim, _INPUTS), dim % _INPUTS == 0
     of_split = pl.cdiv(runs, splits)
 
     def kernel(inputs: tuple[Ref, list[BlockFP8]], sums: Ref) -> None:
@@ -170,6 +170,7 @@ def _multiply(
 
         def load_codes(step: jax.Array | int) -> jax.Array:
             first, inside = find_run(step)
+            inside = inside if is_whole else inside & (first + column < dim)
             live = jnp.broadcast_to(inside, (_OUTPUTS, _INPUTS))
             return triton.load_where(weight.codes, (group, out[:, None], first + column), live)
 
@@ -178,7 +179,9 @@ def _multiply(
             # The next turn's codes are on their way while these are multiplied.
             following = load_codes(step + 1)
             first, inside = find_run(step)
-            # Rows of a run that is not there are zeros, and add nothing.
+            # Rows of a run that is not there are zeros, and add nothing; so are inputs beyond the
+            # last one, in the last run.
+            inside = inside if is_whole else inside & (first + column < dim)
             live = jnp.broadcast_to(is_row & inside, (height, _INPUTS))
             values = triton.load_where(x, (group, row[:, None], first + column), live)
             if rounds_rows:
@@ -213,6 +216,8 @@ def _decoded(
     per_run = _INPUTS // BLOCK
     block = first_block + jnp.arange(per_run, dtype=jnp.int32)[None]
     there = jnp.ones((codes.shape[0], per_run), jnp.bool_)
+    if scales.shape[2] % per_run:  # the last run has fewer
+        there &= block < scales.shape[2]
     # A row of scales for each output, of which 32 have the same: loads out of L1.
     scale = numbers.decode_ue8m0(triton.load_where(scales, (group, out // BLOCK, block), there))
     # E4M3 becomes f16 in one instruction.

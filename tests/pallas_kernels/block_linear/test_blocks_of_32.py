@@ -33,6 +33,18 @@ def test_products_are_the_reference_s(lane, num_rows, activations):
         close(found, multiply(x, wrong, dtype=jnp.float32, backend="reference"))
 
 
+@pytest.mark.parametrize(("num_rows", "splits"), slow.all_but([(2, 3)], [(2, 3), (20, 1)]))
+def test_inputs_may_end_within_a_run(lane, monkeypatch, num_rows, splits):
+    """As a device's part of a shared expert does: 2,304 of four devices are 4.5 runs each.
+
+    Codes and rows beyond the last input, those of the next row, are others.
+    """
+    monkeypatch.setattr(triton_blocks, "choose_splits", lambda *_, **__: splits)
+    weight, x = make((128, 576)), normal(num_rows, 576)
+    product = jax.jit(functools.partial(block_linear, dtype=jnp.float32, backend="triton_gpu"))
+    close(product(x, weight), multiply(x, weight, dtype=jnp.float32, backend="reference"))
+
+
 @pytest.mark.parametrize("splits", slow.all_but([3], [1, 2, 3, 5]))
 def test_splits_are_added_up(lane, monkeypatch, splits):
     """Five runs of inputs: of three splits the last one has a run only."""
@@ -127,7 +139,7 @@ def test_what_the_kernel_cannot_serve_is_refused_by_name():
     weight = make((64, 256))
     of_any_scale = dataclasses.replace(weight, scale=np.ones(weight.scale.shape, np.float32))
     assert "scales that are powers of two" in refused(of_any_scale)
-    assert "multiples of 64 x 128" in refused(make((96, 256)))
+    assert "multiples of 64 x 32" in refused(make((96, 256)))
     assert "rows in bfloat16" in refused(weight, x.astype(jnp.float32))
     assert "scales of 32 x 32 alone" in refused(make((128, 256), block=FP8_BLOCK))
     many = normal(65, 256)
@@ -173,6 +185,7 @@ AOT_CASES = [
         ("queries", [(32768, 1280)]),
         ("output", [(5120, 8192)]),
         ("gate and up", [(2304, 5120), (2304, 5120)]),
+        ("down of four", [(5120, 576)]),
     )
     for rows in (1, 64)
 ]
