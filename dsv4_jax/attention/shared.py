@@ -24,8 +24,9 @@ from dsv4_jax.cache.made_entries import close_windows, write_entries
 from dsv4_jax.cache.new_tokens import NewTokens, Projections
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_types import AttentionType
-from dsv4_jax.linear import linear
-from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
+from pallas_kernels import NormRope, encode_tokens, joined_linears
+from pallas_kernels.common.codecs import Codec, Planes
+from pallas_kernels.common.norm_rope import rms_norm_by_pairs
 from pallas_kernels.common.rounding import round_to
 
 
@@ -100,14 +101,20 @@ def _make_entries(
     dtype: DTypeLike,
 ) -> LayerCacheHandle:
     """Writes the entries that the call's tokens close, and their index keys."""
-    windows = close_windows(handle, new)
+    windows, fmt = close_windows(handle, new), handle.schema.format
     means, eps = round_to(windows.means, dtype), config.rms_norm_eps
     latent = rms_norm_by_pairs(means, params.norm, eps=eps)
-    keys = rms_norm_by_pairs(linear(latent, params.wk), params.k_norm, eps=eps)
-    entries, keys = (rotate(made, windows.starts, frequencies) for made in (latent, keys))
+    [keys] = joined_linears(latent, [params.wk], [None], windows.starts, dtypes=[dtype])
+
+    def encode(rows: jax.Array, norm: jax.Array, codec: Codec) -> Planes:
+        norm_rope = NormRope(norm, frequencies, eps)
+        return encode_tokens(None, rows, norm_rope, windows.starts, codec=codec)[1]
+
+    # An entry is the latent, normed in the launch that rotates it.
+    entries = encode(means, params.norm, fmt.entry)
     # What this call reads must be what a later call finds stored, to the bit.
-    entries, keys = jax.lax.optimization_barrier((entries, keys))
-    return write_entries(handle, entries, keys, windows.closing)
+    stored = jax.lax.optimization_barrier((entries, encode(keys, params.k_norm, fmt.index_key)))
+    return write_entries(handle, *stored, windows.closing)
 
 
 def _select(

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import pallas_kernels as pk
 from dsv4_jax.cache.handle import LayerCacheHandle
 from dsv4_jax.cache.new_tokens import Projections
+from pallas_kernels.common.codecs import Planes
 from pallas_kernels.compressor.closing import find_closing
 from pallas_kernels.compressor.pooling import pool_at_once
 
@@ -73,27 +74,26 @@ def close_windows(handle: LayerCacheHandle, new: Projections) -> ClosedWindows:
 
 
 def write_entries(
-    handle: LayerCacheHandle, entries: jax.Array, keys: jax.Array, closing: jax.Array
+    handle: LayerCacheHandle, entries: Planes, keys: Planes, closing: jax.Array
 ) -> LayerCacheHandle:
-    """Encodes entries and index keys, and puts them into their blocks.
+    """Puts entries and index keys into their blocks.
 
     Args:
       handle: of the layer that made them.
-      entries: [n, C], normed and rotated.
-      keys: [n, IC], likewise.
+      entries: planes [n, ...] of the format's codec of entries.
+      keys: planes [n, ...] of its codec of index keys.
       closing: i32[n], as of `close_windows`.
     """
-    call, blocks, fmt = handle.call, handle.blocks, handle.schema.format
+    call, blocks = handle.call, handle.blocks
     assert handle.entry_layer is not None
     assert blocks.index_keys is not None
     token = jnp.maximum(closing, 0)
     segments = jnp.where(closing >= 0, call.segment_ids[token], -1)
     numbers = call.positions[token] // handle.schema.ratio
-    encoded = fmt.entry.encode(entries, handle.schema.rope_dim), fmt.index_key.encode(keys, 0)
     pools = blocks.entries, blocks.index_keys
     written = (
         pk.flush_write(pool, rows, call.block_table, segments, numbers, layer=handle.entry_layer)
-        for pool, rows in zip(pools, encoded, strict=True)
+        for pool, rows in zip(pools, (entries, keys), strict=True)
     )
     paged = dataclasses.replace(
         blocks, **dict(zip(("entries", "index_keys"), written, strict=True))
