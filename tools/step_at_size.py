@@ -129,7 +129,7 @@ def compile_step(
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         "large_copies": [size for size in aot_figures._copies(hlo) if size >= 2**20],
-        "weight_sized": _weight_sized(hlo, params),
+        "weight_sized": weight_sized(hlo, params),
         "waits": _waits(hlo),
     }
 
@@ -183,7 +183,7 @@ def _kernels(hlo):
     return collections.Counter(named)
 
 
-def _weight_sized(hlo, params):
+def weight_sized(hlo, params):
     """Results of XLA's own kernels that have the shape of a large weight: slices, transposes.
 
     Of a quantised weight it is that of its codes, or of the matrix that they stand for.
@@ -201,7 +201,8 @@ def _weight_sized(hlo, params):
 def chosen_config(arguments):
     """The first layers of a preset, with a draft block or stages if it is asked to draft."""
     config = getattr(ds.DSV4Config, arguments.config)()
-    experts, layers = arguments.experts or config.num_routed_experts, arguments.layers
+    experts = arguments.experts or config.num_routed_experts
+    layers = arguments.layers or len(config.layer_types)
     config = dataclasses.replace(
         config,
         layer_types=config.layer_types[:layers],

@@ -4,10 +4,11 @@
     python -m tools.meshes.at_size 1x2 8x1 --config flash --own-kernels ALL_COLLECTIVES
 
 Prints, as JSON, for each mesh "DATAxMODEL": bytes of arguments on a device, of weights and cache
-among them, bytes that are updated in place and taken beside them, launches, and every collective by
-its axis: how many a layer and how many a step, with bytes. With `--drafts` it is the engine's step,
-draft block included, else a decode step. Weights are the released ones and arguments are shapes:
-nothing is allocated. `--own-kernels` lets XLA make kernels of its own of
+among them, bytes that are updated in place and taken beside them, launches, results of XLA's own
+kernels that have the shape of a large weight of a device, and every collective by its axis: how
+many a layer and how many a step, with bytes. With `--drafts` it is the engine's step, draft block
+included, else a decode step. Weights are the released ones, the cache has the model's own format,
+and arguments are shapes: nothing is allocated. `--own-kernels` lets XLA make kernels of its own of
 collectives (`xla_gpu_experimental_use_collective_kernels`); if it is not given, NCCL runs all of
 them, as `dsv4_jax.runtime` has it.
 """
@@ -29,6 +30,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 import dsv4_jax as ds
+from dsv4_jax.bench.parts import one_token_each
 from dsv4_jax.bench.program import count_launches
 from dsv4_jax.cache.empty_cache import cache_shapes
 from dsv4_jax.cache.snapshots import init_snapshot_store
@@ -40,7 +42,7 @@ from dsv4_jax.step.serve_step import jit_serve_step
 from dsv4_jax.step.serve_values import ServeOutput
 from pallas_kernels.common.backend import forbid_fallbacks
 from tools import aot, aot_figures
-from tools.step_at_size import _serve_input, chosen_config
+from tools.step_at_size import _serve_input, chosen_config, weight_sized
 
 _LINKS = "gpu_device_info {\n  device_interconnect_info { active_links: 18 }"
 """Without it, XLA believes that there is no NVLink."""
@@ -67,7 +69,7 @@ def compile_on(
     context,
     prompt=0,
     draft_tokens=0,
-    cache_format="fp8_ue8m0",
+    cache_format=None,
     own_kernels="",
     split=False,
     peers=False,
@@ -100,9 +102,11 @@ def compile_on(
         donated += [store, last]
         static["draft_tokens"] = draft_tokens
     else:
-        row = jax.ShapeDtypeStruct((batch,), jnp.int32)
-        token = jax.ShapeDtypeStruct((prompt or batch,), jnp.int32)
-        call = placed(ds.StepInput(token_ids=token, request_ids=token, request_slots=row))
+        call = jax.eval_shape(functools.partial(one_token_each, config, batch))
+        if prompt:
+            token = jax.ShapeDtypeStruct((prompt,), jnp.int32)
+            call = dataclasses.replace(call, token_ids=token, request_ids=token, engram=None)
+        call = placed(call)
         step = ds.jit_prefill if prompt else ds.jit_decode_step
         arguments = (params, cache, call)
     start = time.perf_counter()
@@ -127,6 +131,7 @@ def compile_on(
         "temp_bytes": memory.temp_size_in_bytes,
         "launches": dataclasses.asdict(count_launches(hlo)),
         "large_copies": [size for size in aot_figures._copies(hlo) if size >= 2**20],
+        "weight_sized": weight_sized(hlo, [_on_a_device(leaf) for leaf in jax.tree.leaves(params)]),
         "collectives": collectives(hlo, layers=len(config.layer_types)),
     }
 
@@ -156,8 +161,8 @@ def engine_input(config, batch, context, draft_tokens, *, shards):
 def bytes_on_a_device(tree):
     """Bytes of the shards of a tree of shapes that one device holds."""
     return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
+        math.prod(leaf.shape) * leaf.dtype.itemsize
+        for leaf in map(_on_a_device, jax.tree.leaves(tree))
     )
 
 
@@ -196,6 +201,11 @@ def run(*arguments):
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def _on_a_device(leaf):
+    """The shape of the part of a leaf that a device has."""
+    return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
 
 
 def _size(dtype, dims):

@@ -263,6 +263,26 @@ def test_a_layer_has_two_collectives_on_each_axis(mesh):
 
 @pytest.mark.slow
 @pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
+@pytest.mark.parametrize("mesh", ["1x4", "4x1"])
+def test_v41_flash_on_four_gpus_copies_no_weight(mesh):
+    """All layers and experts, 64 requests; an op that would run its reference raises.
+
+    V4-Flash's step of the same sizes is compiled beside it, which may take half as long.
+    """
+    options = ("--batch", "64", "--context", "131072")
+    found = at_size.run(mesh, "--config", "v41_flash", *options)[mesh]
+    assert found["alias_bytes"] == found["cache_bytes"]
+    assert found["large_copies"] == []
+    assert found["weight_sized"] == []
+    assert found["argument_bytes"] - found["weight_bytes"] < found["cache_bytes"] + 2**24
+    assert found["temp_bytes"] <= 2**28
+    of_v4 = at_size.run(mesh, *options)[mesh]
+    seconds = [one["trace_s"] + one["compile_s"] for one in (found, of_v4)]
+    assert seconds[0] <= 2 * seconds[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
 @pytest.mark.parametrize(
     "options", [(), ("--split", "--context", "65536"), ("--batch", "2")], ids=str
 )
