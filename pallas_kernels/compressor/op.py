@@ -28,11 +28,14 @@ from pallas_kernels.common.checks import (
     first_plane,
 )
 from pallas_kernels.common.codecs import Planes
-from pallas_kernels.compressor import reference, triton_gpu
+from pallas_kernels.compressor import reference, triton_gpu, triton_write
 from pallas_kernels.compressor.closing import find_closing
 from pallas_kernels.compressor.reference import Compressor, Entries, Windows
 
-_WRITE = {Backend.REFERENCE: reference.flush_write}
+_WRITE = {
+    Backend.REFERENCE: reference.flush_write,
+    Backend.TRITON_GPU: triton_write.flush_write,
+}
 _CSA = {Backend.REFERENCE: reference.flush_csa, Backend.TRITON_GPU: triton_gpu.flush_csa}
 _HCA = {Backend.REFERENCE: reference.flush_hca, Backend.TRITON_GPU: triton_gpu.flush_hca}
 

@@ -30,7 +30,7 @@ CODECS = {
     for part, codec in (("entry", fmt.entry), ("index key", fmt.index_key))
 }
 
-jit_flush_write = jax.jit(flush_write)
+jit_flush_write = jax.jit(flush_write, static_argnames="backend")
 
 
 def draw_rows(rng, codec):
@@ -71,6 +71,22 @@ def boundary_entries(entries_per_block):
 )
 def test_entries_go_to_their_place_and_nothing_else_changes(name, entries_per_block):
     """Known bugs B2 and B9: guard blocks, free rows and other layers keep every byte."""
+    check_places(name, entries_per_block, backend="reference")
+
+
+@pytest.mark.parametrize(
+    ("name", "entries_per_block"),
+    slow.all_but(
+        [("fp4_e4m3, entry", 2), ("fp8_per_entry, entry", 53)],
+        list(itertools.product(CODECS, [1, 2, 53])),
+    ),
+)
+def test_the_kernel_writes_to_the_same_places(lane, name, entries_per_block):
+    """Planes of words, of bytes, and of one number an entry."""
+    check_places(name, entries_per_block, backend="triton_gpu")
+
+
+def check_places(name, entries_per_block, *, backend):
     rng = np.random.default_rng(entries_per_block)
     codec, table = CODECS[name], draw_table(rng)
     places = boundary_entries(entries_per_block)
@@ -78,8 +94,8 @@ def test_entries_go_to_their_place_and_nothing_else_changes(name, entries_per_bl
     segment_ids, entries = rng.permutation(places).T.astype(np.int32)
     rows, pool = draw_rows(rng, codec), empty_pool(codec, entries_per_block)
     expected = token_oracle.flush_write(pool, rows, table, segment_ids, entries, layer=LAYER)
-    actual = jit_flush_write(pool, rows, table, segment_ids, entries, layer=CASE_LAYER)
-    assert_same_bytes(actual, expected)
+    given = pool, rows, table, segment_ids, entries
+    assert_same_bytes(jit_flush_write(*given, layer=CASE_LAYER, backend=backend), expected)
 
 
 @pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0, entry"], list(CODECS)))

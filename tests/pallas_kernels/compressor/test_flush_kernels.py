@@ -399,7 +399,24 @@ def aot_append(kind, name, tokens, rows):
     return f"append_tokens {kind} {name} {tokens} tokens", append, specs, (0,)
 
 
+def aot_write(name, count, num_blocks):
+    """`flush_write` of entries of 512 dims to blocks of 64; the pool is donated."""
+    codec = CACHE_FORMATS[name].entry
+    shapes = codec.plane_shapes(512, 64).items()
+    pool = {n: jax.ShapeDtypeStruct((3, num_blocks, 64, *s.shape), s.dtype) for n, s in shapes}
+    rows = {n: jax.ShapeDtypeStruct((count, *s.shape), s.dtype) for n, s in shapes}
+
+    def write(pool, rows, table, segment_ids, numbers, layer):
+        return pk.flush_write(
+            pool, rows, table, segment_ids, numbers, layer=layer, backend="triton_gpu"
+        )
+
+    specs = pool, rows, _i32(64, 1024), _i32(count), _i32(count), _i32()
+    return f"flush_write {name} {count} entries", write, specs, (0,)
+
+
 AOT_CASES = [
+    aot_write("fp4_e4m3", 64, 65536),
     aot_csa("fp8_ue8m0", 64, 64),
     aot_csa("fp8_ue8m0_fp8_index", 8192, 1),
     aot_csa("fp8_per_entry", 64, 64),
