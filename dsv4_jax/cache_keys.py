@@ -9,6 +9,7 @@ lines; a program that comes from the cache names those of the code that it was c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -16,7 +17,6 @@ import logging
 from typing import Any
 
 from jaxlib.mlir import ir, passmanager
-from jaxlib.triton import dialect as triton_dialect
 
 from dsv4_jax import compat
 
@@ -97,7 +97,10 @@ def _context() -> ir.Context:
     """What kernels of both kinds are read in."""
     context = ir.Context()
     context.append_dialect_registry(compat.dialects())
-    triton_dialect.register_dialect(context)
+    with contextlib.suppress(ImportError):  # a jax that has no such backend has no such kernels
+        from pallas_kernels.gpu import triton_pallas
+
+        triton_pallas.dialect.register_dialect(context)
     context.load_all_available_dialects()
     context.allow_unregistered_dialects = True
     return context

@@ -11,28 +11,20 @@ and beyond 4 GiB offsets have 64 bits.
 from __future__ import annotations
 
 import math
-import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.pallas import primitives
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas import triton as pltri
-from jaxlib.triton import dialect
 
 from pallas_kernels.common import numbers
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.rounding import exact_divide, rounded
-
-warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
-
-# MLIR imports the module of an operation's dialect by this name. It is not there, and would be
-# looked for in four packages for each operation of a kernel: a fifth of the time to trace a step.
-sys.modules.setdefault("jaxlib.mlir.dialects.tt", dialect)
+from pallas_kernels.gpu.triton_lowering import compiler_params, operations
 
 Ref = Any
 _WORD_BYTES = 4
@@ -104,7 +96,7 @@ def launch(
             out_specs=[_ANYWHERE] * len(written_leaves),
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written_leaves],
             input_output_aliases={num_inputs + i: i for i in range(num_updated)},
-            compiler_params=pltri.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+            compiler_params=compiler_params(num_warps, num_stages),
             interpret=interpreting(),
             name=name,
         )
@@ -231,7 +223,7 @@ def round_to_bf16(x: jax.Array) -> jax.Array:
 def wait_for_all_threads() -> None:
     """Until what the program's other threads stored can be loaded; in a kernel."""
     if not interpreting():
-        pltri.debug_barrier()
+        operations().barrier()
 
 
 def encode_e4m3(x: jax.Array) -> jax.Array:
@@ -258,10 +250,8 @@ def inline_lines(
     Returns:
       An array of that shape.
     """
-    shape = jax.ShapeDtypeStruct(arrays[0].shape, dtype)
-    return pltri.elementwise_inline_asm(
-        text, args=arrays, constraints=constraints, pack=pack, result_shape_dtypes=[shape]
-    )[0]
+    result = jax.ShapeDtypeStruct(arrays[0].shape, dtype)
+    return operations().inline_ptx(text, arrays, constraints, pack=pack, result=result)
 
 
 def load_where(
@@ -269,7 +259,7 @@ def load_where(
 ) -> jax.Array:
     """ref[index] where the mask is set, else `other`; indices are broadcast to the mask's shape."""
     index = tuple(jnp.broadcast_to(i, mask.shape) for i in index)
-    return pltri.load(ref.at[index], mask=mask, other=jnp.asarray(other, ref.dtype))
+    return primitives.load(ref.at[index], None, mask=mask, other=jnp.asarray(other, ref.dtype))
 
 
 def store_where(ref: Ref, index: tuple[jax.Array, ...], values: jax.Array, mask: jax.Array) -> None:
@@ -278,7 +268,7 @@ def store_where(ref: Ref, index: tuple[jax.Array, ...], values: jax.Array, mask:
     if interpreting():
         # It writes back what it finds behind the mask: out of the array that is dropped.
         last = jnp.where(mask, last, ref.shape[-1])
-    pltri.store(ref.at[(*first, last)], values, mask=mask)
+    primitives.store(ref.at[(*first, last)], None, values, mask=mask)
 
 
 def load_row(
@@ -313,7 +303,7 @@ def load_row(
     other = None if mask is None else 0
     policy = "evict_first" if last else None
     columns_of_row = ref.at[(*_as_arrays(index), columns)]
-    return pltri.load(columns_of_row, mask=mask, other=other, eviction_policy=policy)
+    return primitives.load(columns_of_row, None, mask=mask, other=other, eviction_policy=policy)
 
 
 def store_row(
@@ -339,7 +329,7 @@ def store_row(
     columns = lane - first + start
     if interpreting():
         columns = jnp.where(mask, columns, ref.shape[-1] + lane)
-    pltri.store(ref.at[(*_as_arrays(index), columns)], values, mask=mask)
+    primitives.store(ref.at[(*_as_arrays(index), columns)], None, values, mask=mask)
 
 
 def copy_row(
@@ -380,8 +370,5 @@ def _check_offsets(array: jax.Array | jax.ShapeDtypeStruct) -> None:
 
 def _inline(asm: str, *arrays: jax.Array) -> jax.Array:
     """One instruction, or a few, on f32 arrays of one shape."""
-    shape = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)
     constraints = ",".join(["=f"] + ["f"] * len(arrays))
-    return pltri.elementwise_inline_asm(
-        asm, args=arrays, constraints=constraints, pack=1, result_shape_dtypes=[shape]
-    )[0]
+    return inline_lines(asm, arrays, constraints, pack=1, dtype=jnp.float32)

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas import triton as pltri
 
 from helpers import slow
-from pallas_kernels.gpu import mosaic
+from pallas_kernels.gpu import mosaic, triton_lowering
 from pallas_kernels.product import wgmma
 from tools import aot, aot_figures
 
@@ -53,7 +52,7 @@ def multiply_in_one_warp(x, y):
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((64, 256), jnp.float32),
-        compiler_params=pltri.CompilerParams(num_warps=1),
+        compiler_params=triton_lowering.compiler_params(num_warps=1),
         name="multiply_in_one_warp",
     )(x, y)
 

@@ -1,0 +1,337 @@
+"""The same Triton kernels by each lowering: Pallas's backend, PTX, Triton's IR, `jax_triton`.
+
+    python -m benchmarks.bench_triton_roads results.json [--only NAME] [--lowerings pallas,ptx]
+
+Each lowering has a process of its own. All compile at once, then each times its loops alone. A loop
+goes through calls on different inputs, a round of them is one CUDA graph, and microseconds are of
+one launch among them: `serial` where each waits for the one before, `concurrent` where XLA may let
+neighbours overlap that share no array. `equal` says of each lowering whether all results have the
+bits of Pallas's. `update_us` is of a host that hands over a graph of launches: `same`, on the same
+arrays, and `other`, on two sets of them in turns, so that addresses in the graph change.
+"""
+
+import argparse
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels as pk
+from benchmarks import bench_many_tokens, layer_calls
+from dsv4_jax.bench.loops import loop_over
+from dsv4_jax.bench.report import first_line
+from dsv4_jax.bench.results import command_line, describe_device, write_json
+from dsv4_jax.bench.timing import time_calls
+from pallas_kernels.gpu import triton_lowering
+from pallas_kernels.pick_experts.op import router_logits
+
+LOWERINGS = ("pallas", "ptx", "ir", "jax_triton")
+LAYERS, ROUND_US = 20, 3000.0
+"""Calls of a round, and what a loop takes at least if a launch takes 3 us."""
+LOOP_ROUNDS = int(ROUND_US / (3 * LAYERS))
+LIMIT_S = 110
+"""No process begins to compile another case later than this."""
+MODES = {"serial": "SERIALIZE", "concurrent": "CONCURRENT"}
+
+
+def drawn(shapes, make):
+    """A call's inputs, as often as a round has calls; each from a key of its own."""
+    keys = jax.random.split(jax.random.key(0), LAYERS * len(shapes)).reshape(LAYERS, len(shapes))
+    return None, [
+        tuple(make(k, *shape) for k, shape in zip(row, shapes, strict=True)) for row in keys
+    ]
+
+
+def normal(key, shape, dtype=jnp.float32):
+    if dtype == jnp.int32:
+        return jnp.arange(shape[0], dtype=dtype)
+    return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+
+
+def appends(kind):
+    """One layer of a decode step of 64 requests."""
+    function = functools.partial(layer_calls.append_and_flush, kind=kind)
+    return function, lambda: layer_calls.append_and_flush_case(kind, 64, "all", 64, layers=LAYERS)
+
+
+def flushes(kind, num_tokens):
+    """Flushes of a prompt's first tokens."""
+    families = ("main",)
+    function = functools.partial(layer_calls.flush, kind=kind, families=families)
+    return function, lambda: layer_calls.flush_case(kind, families, num_tokens, layers=LAYERS)
+
+
+def form_of_few(rows, tokens):
+    """An op of `bench_many_tokens`, by its kernel for few tokens."""
+    _, forms, given = rows(tokens)
+    return forms["few"], lambda: (None, [tuple(jnp.copy(a) for a in given) for _ in range(LAYERS)])
+
+
+def picks(tokens):
+    """Experts of 256."""
+    function = functools.partial(_pick, count=6)
+    return function, lambda: drawn([((tokens, 256),), ((256,),)], normal)
+
+
+def _pick(logits, bias, *, count):
+    return pk.pick_experts(logits, bias=bias, count=count, scaling=1.5, backend="triton_gpu")
+
+
+def logits(tokens):
+    """The router's product."""
+    function = functools.partial(router_logits, backend="triton_gpu")
+    shapes = [((tokens, 4096), jnp.bfloat16), ((256, 4096), jnp.bfloat16)]
+    return function, lambda: drawn(shapes, normal)
+
+
+def projections(tokens):
+    """Of V4-Flash's compressors and indexer, with the biases of positions."""
+    widths, dim = (1024, 1024, 256, 256, 64), 4096
+    shapes = [((tokens, dim), jnp.bfloat16), ((tokens,), jnp.int32)]
+    shapes += [((width, dim), jnp.bfloat16) for width in widths]
+    shapes += [((4, width),) for width in widths[:-1]]
+
+    def function(x, positions, *arrays):
+        weights, biases = list(arrays[: len(widths)]), [*arrays[len(widths) :], None]
+        return pk.joined_linears(x, weights, biases, positions, backend="triton_gpu")
+
+    return function, lambda: drawn(shapes, normal)
+
+
+def rounds_queries(tokens):
+    """Of 64 index heads."""
+    function = functools.partial(
+        pk.round_index_queries, codec=layer_calls.FORMAT.index_key, backend="triton_gpu"
+    )
+    shapes = [((tokens, 64, 128), jnp.bfloat16), ((32,),), ((tokens,), jnp.int32)]
+    return function, lambda: drawn(shapes, normal)
+
+
+def limits(rows):
+    """Top-k and top-p of V4's vocabulary."""
+
+    def function(scaled):
+        top_k, top_p = jnp.full(rows, 50, jnp.int32), jnp.full(rows, 0.9, jnp.float32)
+        return pk.limit_tokens(scaled, top_k, top_p, backend="triton_gpu")
+
+    return function, lambda: drawn([((rows, 129_280),)], normal)
+
+
+CASES = {
+    "hyper_connections 1": lambda: form_of_few(bench_many_tokens.streams_read, 1),
+    "hyper_connections 64": lambda: form_of_few(bench_many_tokens.streams_read, 64),
+    "pick_experts 64": lambda: picks(64),
+    "router_logits 64": lambda: logits(64),
+    "append_and_flush hca": lambda: appends("hca"),
+    "round_index_queries 64": lambda: rounds_queries(64),
+    "write_streams 16": lambda: form_of_few(bench_many_tokens.streams_written, 16),
+    "flush hca 256": lambda: flushes("hca", 256),
+    "joined_linears 64": lambda: projections(64),
+    "joined_linears 1": lambda: projections(1),
+    "limit_tokens 8": lambda: limits(8),
+    "append_and_flush csa": lambda: appends("csa"),
+}
+SMALLEST = "hyper_connections 1"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", nargs="?", type=pathlib.Path)
+    parser.add_argument("--only", help="cases whose names begin so")
+    parser.add_argument("--lowerings", default=LOWERINGS, type=lambda t: tuple(t.split(",")))
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    names = [name for name in CASES if name.startswith(args.only or "")]
+    if args.measure:
+        return measure(names)
+    began = time.perf_counter()
+    report = compared(run_each(args.lowerings, names), names) | {"command": command_line()}
+    report["seconds"] = round(time.perf_counter() - began, 1)
+    for row in report["cases"]:
+        print(json.dumps(row))
+    print(json.dumps(report["update_us"]), json.dumps(report["failed"]))
+    if args.results:
+        write_json(args.results, report)
+    return 1 if report["failed"] else 0
+
+
+def run_each(lowerings, names):
+    """{lowering: what its process says}; they compile at once, and time one after the other."""
+    processes = {}
+    for name in lowerings:
+        settings = {
+            triton_lowering.LOWERING_VARIABLE: name,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
+        }
+        only = ["--only", names[0]] if len(names) == 1 else []
+        processes[name] = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.bench_triton_roads", "--measure", *only],
+            env=os.environ | settings,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    ready = {name: process.stdout.readline() for name, process in processes.items()}
+    print({name: line.strip() for name, line in ready.items()}, flush=True)
+    found = {}
+    for name, process in processes.items():
+        if process.poll() is None:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        lines = process.stdout.read().splitlines()
+        found[name] = json.loads(lines[-1]) if lines else {"died": process.wait()}
+        print(name, "done", flush=True)
+    return found
+
+
+def measure(names):
+    """Compiles, waits for its turn, times, and prints JSON as the last line."""
+    began, compiled, rows = time.perf_counter(), {}, {}
+    for name in names:
+        if time.perf_counter() - began > LIMIT_S:
+            rows[name] = {"failed": f"not begun within {LIMIT_S} s"}
+            continue
+        try:
+            compiled[name], rows[name] = prepare(name)
+        except Exception as error:
+            rows[name] = {"failed": first_line(error)}
+        print(name, f"{time.perf_counter() - began:.0f} s", rows[name], file=sys.stderr, flush=True)
+    print(f"ready after {time.perf_counter() - began:.0f} s", flush=True)
+    sys.stdin.readline()
+    for name, (programs, state, inputs) in compiled.items():
+        try:
+            rows[name] |= timed(programs, state, inputs)
+        except Exception as error:
+            rows[name]["failed"] = first_line(error)
+    if SMALLEST in compiled:
+        rows[SMALLEST]["update_us"] = updates()
+    rows["device"] = describe_device()
+    print(json.dumps(rows), flush=True)
+    return 0
+
+
+def prepare(name):
+    """The loops of a case, compiled, and what its first run gave."""
+    function, make = CASES[name]()
+    state, inputs = make()
+    row, programs = {}, {}
+    for mode, setting in MODES.items():
+        if state is not None and mode == "concurrent":
+            continue
+        run = jax.jit(
+            loop_over(function, has_state=state is not None),
+            static_argnums=0,
+            donate_argnums=1,
+            compiler_options={"xla_gpu_command_buffer_scheduling_mode": setting},
+        )
+        start = time.perf_counter()
+        lowered = run.lower(LOOP_ROUNDS, state, inputs)
+        lowered_at = time.perf_counter()
+        programs[mode] = lowered.compile()
+        if mode == "serial":
+            row["lower_s"] = round(lowered_at - start, 2)
+            row["compile_s"] = round(time.perf_counter() - lowered_at, 2)
+            start = time.perf_counter()
+            given = None if state is None else jax.tree.map(jnp.copy, state)
+            results = jax.block_until_ready(programs[mode](given, inputs))
+            row["first_run_s"] = round(time.perf_counter() - start, 2)
+            row["results"] = digest(results)
+    return (programs, state, inputs), row
+
+
+def digest(results):
+    """Of the bits of all arrays."""
+    total = hashlib.sha256()
+    for leaf in jax.tree.leaves(results):
+        total.update(np.ascontiguousarray(np.asarray(leaf)).view(np.uint8).data)
+    return total.hexdigest()[:16]
+
+
+def timed(programs, state, inputs):
+    """Microseconds of a launch in each loop."""
+    found = {}
+    for mode, program in programs.items():
+        carry = (None, None if state is None else jax.tree.map(jnp.copy, state), None)
+        timing, _ = time_calls(
+            lambda c, program=program: program(c[1], inputs), carry, least_s=0.02, repeats=5
+        )
+        found[mode] = round(timing.median_s / (LOOP_ROUNDS * len(inputs)) * 1e6, 3)
+    return {"us": found}
+
+
+def updates(calls=200):
+    """Microseconds of a call of one graph of launches, on the same arrays or on others in turns."""
+    function, make = CASES[SMALLEST]()
+    sets = [make()[1] for _ in range(2)]
+    run = jax.jit(lambda inputs: [function(*args) for args in inputs])
+    found = {}
+    for name, count in (("same", 1), ("other", 2), ("same again", 1)):
+        for number in range(6):
+            jax.block_until_ready(run(sets[number % count]))
+        start = time.perf_counter()
+        for number in range(calls):
+            results = run(sets[number % count])
+        jax.block_until_ready(results)
+        found[name] = round((time.perf_counter() - start) / calls * 1e6, 1)
+    return found
+
+
+def compared(found, names):
+    """Rows of all lowerings, beside each other."""
+    cases, failed = [], {}
+    for case in names:
+        rows = {name: rows.get(case, {"failed": "died"}) for name, rows in found.items()}
+        failed |= {f"{n}: {case}": r["failed"] for n, r in rows.items() if "failed" in r}
+        row = {"case": case}
+        for mode in MODES:
+            row[f"{mode}_us"] = {n: r["us"].get(mode) for n, r in rows.items() if "us" in r}
+        for key in ("lower_s", "compile_s", "first_run_s"):
+            row[key] = {n: r.get(key) for n, r in rows.items()}
+        expected = rows.get("pallas", {}).get("results")
+        if expected is not None:
+            row["equal"] = {n: r.get("results") == expected for n, r in rows.items()}
+        cases.append(row)
+    update = {n: rows.get(SMALLEST, {}).get("update_us") for n, rows in found.items()}
+    device = next((rows["device"] for rows in found.values() if "device" in rows), None)
+    versions = {p: version(p) for p in ("jax", "jaxlib", "triton", "jax-triton")}
+    return {
+        "device": device,
+        "versions": versions,
+        "cases": cases,
+        "update_us": update,
+        "failed": failed,
+    }
+
+
+def version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def names_of_newer_triton():
+    """jax-triton 0.4.1 takes names of Triton 3.7, which kernels of plain pointers never use."""
+    try:
+        from triton.backends.nvidia import driver
+    except ImportError:
+        return mock.MagicMock()
+    missing = {"TMA_DTYPE_DEVICE_TO_HOST": {}, "TMA_TF32": 0}
+    kept = {name: getattr(driver, name, value) for name, value in missing.items()}
+    return mock.patch.multiple(driver, create=True, **kept)
+
+
+if __name__ == "__main__":
+    with names_of_newer_triton():
+        raise SystemExit(main())

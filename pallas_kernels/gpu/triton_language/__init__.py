@@ -1,0 +1,1 @@
+"""Kernels traced by Pallas, translated to Triton's language: what outlives Pallas's backend."""

@@ -1,0 +1,260 @@
+"""Lowers `pl.pallas_call` by way of Triton's language, and compiles that with package `triton`.
+
+It stands in for Pallas's Triton backend where the compiler parameters are those of this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import linecache
+import re
+from typing import Any
+
+import jax
+from jax._src.interpreters import mlir
+from jax._src.pallas import core as pallas_core
+from jaxlib.mlir import ir
+
+from pallas_kernels.common.backend import compute_capability
+from pallas_kernels.gpu.triton_language import arithmetic, control, memory, shapes
+from pallas_kernels.gpu.triton_language.source import Source, translate, type_of
+
+_WARP = 32
+_ALIGNED = 32
+"""Bytes: XLA's buffers begin at multiples of more than that."""
+_PTX_CALL, _IR_CALL = "__gpu$xla.gpu.ptx", "__gpu$xla.gpu.triton"
+RULES = arithmetic, control, memory, shapes
+"""Modules that register the lines of primitives."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompilerParams:
+    """Of `pl.pallas_call`: translate the kernel, and launch it this way.
+
+    Attributes:
+      num_warps: a program.
+      num_stages: loads of a loop's products on their way at once.
+      launch: "ptx", which XLA launches like a kernel of its own; "ir", Triton's, which XLA's own
+        Triton compiles; "jax_triton", which launches it through XLA's foreign functions.
+    """
+
+    num_warps: int
+    num_stages: int | None = None
+    launch: str = "ptx"
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A kernel in PTX.
+
+    Attributes:
+      ptx: its text, whose entry takes the kernel's pointers and nothing else.
+      name: of the entry.
+      shared_bytes: of shared memory, which a launch asks for.
+      num_threads: a program.
+    """
+
+    ptx: str
+    name: str
+    shared_bytes: int
+    num_threads: int
+
+
+@functools.cache
+def compile_source(
+    source: Source,
+    pointers: tuple[str, ...],
+    capability: int,
+    num_warps: int,
+    num_stages: int,
+) -> Compiled:
+    """PTX of a kernel, without a GPU.
+
+    Args:
+      source: of the kernel.
+      pointers: the types of its parameters in Triton's words, such as "*fp32".
+      capability: of the GPU, 90 for Hopper.
+      num_warps: a program.
+      num_stages: loads of a loop's products on their way at once.
+    """
+    module, backend, options, language = _read(source, pointers, capability, num_warps, num_stages)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, language)
+    metadata: dict[str, Any] = {}
+    with _without_line_info():
+        for name, stage in stages.items():
+            module = stage(module, metadata)
+            if name == "ptx":
+                break
+    if metadata.get("global_scratch_size"):
+        raise NotImplementedError(f"{source.name} takes scratch memory, which it is not given")
+    ptx = _without_scratch(str(module), len(pointers))
+    return Compiled(ptx, metadata["name"], metadata["shared"], num_warps * _WARP)
+
+
+@functools.cache
+def triton_ir(source: Source, pointers: tuple[str, ...], capability: int) -> str:
+    """Triton's IR of a kernel, as text; the arguments are those of `compile_source`."""
+    module, backend, options, language = _read(source, pointers, capability, 4, 3)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, language)
+    module = stages["ttir"](module, {})  # XLA's Triton has no pass that puts functions in place
+    return re.sub(r" loc\((?:[^()]|\([^()]*\))*\)|^#loc.*$", "", str(module), flags=re.M)
+
+
+def _read(source, pointers, capability, num_warps, num_stages):
+    """What Triton makes of a source: the module, the backend, its options and the language."""
+    from triton._C import libtriton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compiler
+
+    target = GPUTarget("cuda", capability, _WARP)
+    backend = compiler.make_backend(target)
+    options = backend.parse_options(options_of(num_warps, num_stages))
+    attributes = {(i,): [["tt.divisibility", _ALIGNED]] for i in range(len(pointers))}
+    signature = dict(zip(source.parameters, pointers, strict=True))
+    read = compiler.ASTSource(load_function(source), signature, attrs=attributes)
+    context = libtriton.ir.context()
+    libtriton.ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions = backend.get_codegen_implementation(options)
+    with _without_line_info():
+        module = read.make_ir(target, options, functions, backend.get_module_map(), context)
+    return module, backend, options, read.language
+
+
+@contextlib.contextmanager
+def _without_line_info():
+    """Lines of a source that no one has, which would be three quarters of the PTX."""
+    from triton import knobs
+
+    with knobs.compilation.scope():
+        knobs.compilation.disable_line_info = True
+        yield
+
+
+def options_of(num_warps: int, num_stages: int) -> dict[str, Any]:
+    """Triton's options, under which arithmetic is that of Pallas's Triton backend."""
+    return {
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "enable_fp_fusion": True,  # as XLA has it: ptxas fuses what is not spelt out
+        "enable_reflect_ftz": False,  # libdevice's functions keep subnormal numbers
+        "sanitize_overflow": False,
+    }
+
+
+@functools.cache
+def load_function(source: Source) -> Any:
+    """The function of a source, as Triton reads it: with lines of a file that `inspect` finds."""
+    file = f"<triton {source.name} {hash(source.text):x}>"
+    lines = source.text.splitlines(keepends=True)
+    linecache.cache[file] = (len(source.text), None, lines, file)
+    names: dict[str, Any] = {"__name__": file, "__file__": file}
+    exec(compile(source.text, file, "exec"), names)
+    return names[source.name]
+
+
+def _without_scratch(ptx: str, count: int) -> str:
+    """PTX whose entry has `count` parameters: Triton adds two, which a kernel may not read."""
+    head, rest = re.search(r"(\.entry \w+\()(.*?)\)", ptx, re.S).span(2)
+    parameters = [text.strip() for text in ptx[head:rest].split(",")]
+    for added in parameters[count:]:
+        if re.search(rf"\b{added.split()[-1]}\b", ptx[rest:]):
+            raise NotImplementedError(f"a kernel reads {added}, which is Triton's own")
+    kept = ",\n\t".join(parameters[:count])
+    return f"{ptx[:head]}\n\t{kept}\n{ptx[rest:]}"
+
+
+def _lower(
+    ctx: Any,
+    *operands: Any,
+    jaxpr: Any,
+    grid_mapping: Any,
+    compiler_params: CompilerParams,
+    input_output_aliases: tuple[tuple[int, int], ...],
+    **_: Any,
+) -> Any:
+    """The lowering of a `pl.pallas_call` that names these parameters."""
+    num_inputs = len(ctx.avals_in)
+    capability = compute_capability()
+    if capability is None:
+        raise NotImplementedError("a kernel in Triton's language needs an NVIDIA GPU to be for")
+    name = mlir.sanitize_name(jaxpr.debug_info.func_name)
+    same = [(i, num_inputs + j) for i, j in input_output_aliases]
+    lowered = functools.partial(translate, jaxpr, name=name, grid=tuple(grid_mapping.grid))
+    if compiler_params.launch == "jax_triton":
+        call = functools.partial(
+            _triton_call,
+            source=lowered(same=same),
+            outputs=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out],
+            aliases=dict(input_output_aliases),
+            params=compiler_params,
+        )
+        with _without_line_info():
+            return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+    source = lowered()
+    pointers = tuple(f"*{_pointee(a.dtype)}" for a in (*ctx.avals_in, *ctx.avals_out))
+    number = capability[0] * 10 + capability[1]
+    num_warps, num_stages = compiler_params.num_warps, compiler_params.num_stages or 3
+    numbers = dict(zip(("grid_x", "grid_y", "grid_z"), source.grid, strict=True))
+    if compiler_params.launch == "ir":
+        texts = {"name": name, "ir": triton_ir(source, pointers, number)}
+        numbers |= {"num_warps": num_warps, "num_stages": num_stages}
+        target, flags = _IR_CALL, {"debug": ir.BoolAttr.get(False)}
+    else:
+        kernel = compile_source(source, pointers, number, num_warps, num_stages)
+        texts = {"name": kernel.name, "kernel_type": "ptx", "kernel_data": kernel.ptx}
+        numbers |= {"block_x": kernel.num_threads, "block_y": 1, "block_z": 1}
+        numbers |= {"shared_mem_bytes": kernel.shared_bytes}
+        target, flags = _PTX_CALL, {}
+    config = {key: ir.StringAttr.get(text) for key, text in texts.items()}
+    config |= {key: mlir.i32_attr(number) for key, number in numbers.items()} | flags
+    layouts = [
+        [list(reversed(range(a.ndim))) for a in part] for part in (ctx.avals_in, ctx.avals_out)
+    ]
+    return mlir.custom_call(
+        call_target_name=target,
+        result_types=[mlir.aval_to_ir_type(ctx.module_context, a) for a in ctx.avals_out],
+        operands=operands,
+        backend_config=config,
+        api_version=4,
+        operand_layouts=layouts[0],
+        result_layouts=layouts[1],
+        operand_output_aliases=dict(input_output_aliases),
+    ).results
+
+
+def _triton_call(*arrays, source, outputs, aliases, params):
+    import jax_triton
+
+    return jax_triton.triton_call(
+        *arrays,
+        kernel=load_function(source),
+        out_type=outputs,
+        grid=source.grid,
+        name=source.name,
+        input_output_aliases=aliases,
+        num_warps=params.num_warps,
+        num_stages=params.num_stages or 3,
+        backend_options={
+            key: value
+            for key, value in options_of(params.num_warps, params.num_stages or 3).items()
+            if not key.startswith("num_")
+        },
+    )
+
+
+def _pointee(dtype: Any) -> str:
+    """Triton's short name of a type, as signatures have it."""
+    name = type_of(dtype).removeprefix("tl.")
+    short = {"bfloat16": "bf16", "float8e4nv": "fp8e4nv", "float8e5": "fp8e5", "int1": "i1"}
+    for long, brief in (("uint", "u"), ("int", "i"), ("float", "fp")):
+        if name not in short and name.startswith(long):
+            return brief + name.removeprefix(long)
+    return short[name]
+
+
+pallas_core.register_lowering_rule(CompilerParams, _lower, "gpu")

@@ -1,0 +1,67 @@
+"""Pallas's Triton backend is deprecated: one module names it, and nothing else needs it."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+BACKENDS = ("jax.experimental.pallas.triton", "jax._src.pallas.triton", "jaxlib.triton")
+ONLY = "pallas_kernels/gpu/triton_pallas.py"
+FOLDERS = ("pallas_kernels", "dsv4_jax", "tests", "tools", "benchmarks", "examples", "docs")
+WITHOUT_THE_BACKEND = """
+import importlib, pkgutil, sys
+for name in {backends}:
+    sys.modules[name] = None
+import pallas_kernels
+for module in pkgutil.walk_packages(pallas_kernels.__path__, "pallas_kernels."):
+    if module.name != "pallas_kernels.gpu.triton_pallas":
+        importlib.import_module(module.name)
+try:
+    importlib.import_module("pallas_kernels.gpu.triton_pallas")
+except ImportError:
+    print("as it should be")
+"""
+
+
+def imported(source):
+    """Names of all modules that a source imports, and of what it takes from them."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def names_the_backend(source):
+    return any(f"{name}.".startswith(f"{b}.") for name in imported(source) for b in BACKENDS)
+
+
+def test_one_module_names_the_backend():
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    found = [p.relative_to(ROOT).as_posix() for p in paths if names_the_backend(p.read_text())]
+    assert found == [ONLY]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from jax.experimental.pallas import triton as pltri",
+        "import jax.experimental.pallas.triton",
+        "from jax._src.pallas.triton.primitives import load",
+        "from jaxlib.triton import dialect",
+    ],
+)
+def test_each_way_of_naming_it_is_seen(line):
+    assert names_the_backend(line)
+    assert not names_the_backend("from pallas_kernels.gpu import triton")
+
+
+def test_all_other_modules_are_imported_without_it():
+    script = WITHOUT_THE_BACKEND.format(backends=BACKENDS)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "as it should be\n", done.stderr[-2000:]
