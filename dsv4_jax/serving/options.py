@@ -33,7 +33,7 @@ MAX_DRAFT_TOKENS = 16
 MAX_STEPS_PER_CALL = 64
 MAX_STEP_SIZES = 64
 """Sizes of steps: each is a program."""
-DEFAULT_MAX_STEP_MS = 100.0
+DEFAULT_MAX_STEP_MS = 120.0
 """On a GPU, at least: five decode steps of 32 requests of V4-Flash on an H200."""
 NO_STEP_BOUND_MS = 600_000.0
 """No step takes so long."""

@@ -20,7 +20,7 @@ DECODING_MS = {1: 5.0, 8: 11.2, 32: 23.5, 64: 29.9, 256: 44.5}
 """Rows of a step that only decodes, and what it takes: docs/benchmarks/serving.md. Of 256 it is
 that of a call with prompts."""
 
-PROMPT_MS = {256: 44.5, 1024: 82.9, 2048: 133, 8192: 414, 16_384: 817, 32_768: 1481}
+PROMPT_MS = {256: 44.5, 1024: 82.9, 1536: 106.4, 2048: 133, 8192: 414, 16_384: 817, 32_768: 1481}
 """Tokens of a call, and what it takes: docs/benchmarks/serving.md, beyond 8,192 prefill.md."""
 
 SPARED_MS = 0.0138
@@ -29,6 +29,9 @@ SPARED_MS = 0.0138
 REACH_MS = 2.1e-7
 """What a token takes for each token before its call: a prompt of 32,768 tokens in four calls takes
 165 ms more than four of 8,192."""
+
+WAVE = 512
+"""Tokens. A call of a size between two multiples of it takes about as long as one of the larger."""
 
 HOST_MS = 1.5
 """What the host takes to plan and launch a step."""
@@ -61,7 +64,8 @@ def h200_ms(size, counts, lengths, *, is_plain):
         rows = np.count_nonzero(counts) if is_plain else size
         base = np.interp(rows, list(DECODING_MS), list(DECODING_MS.values()))
     else:
-        base = np.interp(size, list(PROMPT_MS), list(PROMPT_MS.values()))
+        rows = size if size <= WAVE else -(-size // WAVE) * WAVE
+        base = np.interp(rows, list(PROMPT_MS), list(PROMPT_MS.values()))
         base -= SPARED_MS * (size - counts.sum())
     return float(base + REACH_MS * (counts @ lengths))
 
