@@ -23,11 +23,19 @@ class Progress:
 
     `with Progress(283, unit="tensor", doing="loading") as bar: bar.add()`
 
-    Lines come while a unit takes long too, and tell the time that is left by that of those before.
+    Lines come while a unit takes long too. They tell the time that is left by that of the units
+    after the first one, which often compiles what the others run.
     """
 
     def __init__(
-        self, total: int, *, unit: str, doing: str, shown: bool = True, has_bar: bool = True
+        self,
+        total: int,
+        *,
+        unit: str,
+        doing: str,
+        shown: bool = True,
+        has_bar: bool = True,
+        compiles: bool = False,
     ) -> None:
         """Starts at 0.
 
@@ -37,10 +45,12 @@ class Progress:
           doing: what is done with it, such as "loading".
           shown: whether anything is shown at all.
           has_bar: a terminal shows a bar; else it shows lines as a file does.
+          compiles: until the first unit is done, lines say that something is compiled.
         """
         self._total, self._unit, self._doing = total, unit, doing
-        self._done = 0
-        self._begun = time.monotonic()
+        self._done = self._first_done = 0
+        self._begun = self._first_end = time.monotonic()
+        self._compiles = compiles
         self._bar: tqdm | None = None
         self._next_line = self._begun + FIRST_LINE_S
         self._lock, self._has_ended = threading.Lock(), threading.Event()
@@ -57,6 +67,8 @@ class Progress:
     def add(self, count: int = 1) -> None:
         """Counts units that are done."""
         self._done += count
+        if not self._first_done:
+            self._first_done, self._first_end = self._done, time.monotonic()
         if self._bar is not None:
             self._bar.update(count)
         self._tell()
@@ -75,12 +87,14 @@ class Progress:
                 return
             self._next_line = now + NEXT_LINE_S
             text = f"{self._doing}: {self._done:,} of {self._total:,} {self._unit}s after "
-            if self._total == 1:
+            if self._compiles and not self._done:
+                text = f"{self._doing}: compiling, "
+            elif self._total == 1:
                 text = f"{self._doing}: "
             text += f"{now - self._begun:.0f} s"
-            if 0 < self._done < self._total:
-                left = (now - self._begun) / self._done * (self._total - self._done)
-                text += f", some {left:.0f} s left"
+            if self._first_done < self._done < self._total:
+                pace = (now - self._first_end) / (self._done - self._first_done)
+                text += f", some {pace * (self._total - self._done):.0f} s left"
             say(text)
 
     def _tick(self) -> None:

@@ -121,21 +121,40 @@ def add_seconds(
     parser.add_argument(name, type=real(least, 1e6), default=default, help=f"seconds {rest}")
 
 
-def add_mesh(parser: argparse.ArgumentParser, *, split_cache: bool = False) -> None:
+def add_mesh(
+    parser: argparse.ArgumentParser, *, split_cache: bool = False, if_not_given: str = "1"
+) -> None:
     """Adds a mesh's sizes, and with `split_cache` whether blocks are dealt over its axis "model".
 
-    Both sizes are None if neither is given.
+    Both sizes are None if neither is given; help says what holds then.
     """
     sizes = {
-        "data": "groups of GPUs, each with a part of the requests; if not given, 1",
-        "model": "GPUs of a group, each with a part of heads and experts; if not given, 1",
+        "data": f"groups of GPUs, each with a part of the requests; if not given, {if_not_given}",
+        "model": "GPUs of a group, each with a part of heads and experts; if not given, "
+        f"{if_not_given}",
     }
     for axis, text in sizes.items():
         name = f"--{axis}-shards"
         parser.add_argument(name, type=whole(1, MAX_DEVICES), dest=axis, help=text)
-        add_old_name(parser, f"--{axis}", name, type=whole(1, MAX_DEVICES), dest=axis)
+        add_old_name(parser, f"--{axis}", name, type=_old_size(name), dest=axis)
     if split_cache:
         add_fields(parser, EngineOptions, ["split_cache"])
+
+
+def _old_size(name: str) -> Callable[[str], int]:
+    """Reads a size under its old name, which may be taken for a checkpoint's."""
+    read = whole(1, MAX_DEVICES)
+
+    def read_size(text: str) -> int:
+        try:
+            return read(text)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(
+                f"{error}; it is the old name of {name}, and a checkpoint is the first argument, "
+                "without an option"
+            ) from None
+
+    return read_size
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:

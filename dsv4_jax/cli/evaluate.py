@@ -123,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
     chosen = {name: getattr(args, name) for name in _CHOSEN}
     about = {"checkpoint": str(checkpoint), "length": args.length, "rows": len(rows)}
     about |= {"chosen": json.loads(json.dumps(chosen, default=str))}
-    report = _Report(config, params, rows, covered, args.json, about)
+    total = len(ideas) or _count_tables(config)
+    report = _Report(config, params, rows, covered, args.json, about, total)
     report.read_kept()
     if ideas:
         with telling_users_frames():
@@ -165,6 +166,7 @@ class _Report:
       covered: position from which a token sees more entries than are selected.
       path: where measurements are kept, if anywhere.
       about: what the measurements of a file have in common.
+      total: how many measurements there will be.
       measured: what each measurement gave.
     """
 
@@ -174,6 +176,7 @@ class _Report:
     covered: int
     path: pathlib.Path | None
     about: dict[str, Any]
+    total: int
     measured: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def measure(self, name: str, config: DSV4Config, **options: Any) -> np.ndarray:
@@ -182,7 +185,8 @@ class _Report:
             if known["name"] == name:
                 return np.asarray(known["losses"], np.float32)
         params = options.pop("params", self.params)
-        losses = losses_by_row(params, self.rows, config=config, doing=name, **options)
+        doing = f"{name} ({len(self.measured) + 1} of {self.total})"
+        losses = losses_by_row(params, self.rows, config=config, doing=doing, **options)
         self.measured.append(
             {
                 "name": name,
@@ -226,6 +230,18 @@ def _compare(report: _Report, configs: dict[str, DSV4Config]) -> None:
             print(f"  {'difference, row by row':<40}{shown}; they {told}", flush=True)
 
 
+def _count_tables(config: DSV4Config) -> int:
+    """How many measurements `_print_tables` makes."""
+    released, choices = 2 * len(ACTIVATIONS), 2
+    return len(CACHE_FORMATS) + released + choices + len(_reused(config))
+
+
+def _reused(config: DSV4Config) -> list[tuple[int, ...]]:
+    """CSA layers that reuse an earlier choice, in each measurement of that table."""
+    csa = [i for i, attn in enumerate(config.layer_types) if attn == AttentionType.CSA]
+    return [*((layer,) for layer in csa[1:]), *([tuple(csa[1:])] if csa[2:] else [])]
+
+
 def _print_tables(report: _Report) -> None:
     config, covered = report.config, report.covered
     beyond = f"of tokens beyond position {covered}"
@@ -248,9 +264,8 @@ def _print_tables(report: _Report) -> None:
     for name, selector in (("every entry", select_all), ("at random", select_at_random)):
         chosen[name] = report.measure(name, Idea(selector=selector).applied_to(config))
     _print_table("entries selected", beyond, chosen, first=covered)
-    csa = [i for i, attn in enumerate(config.layer_types) if attn == AttentionType.CSA]
     reusing = {"none": by_format["f32"]}
-    for layers in [*((layer,) for layer in csa[1:]), *([tuple(csa[1:])] if csa[2:] else [])]:
+    for layers in _reused(config):
         name = ", ".join(map(str, layers))
         reusing[name] = report.measure(
             f"reuse in {name}", Idea(index_reuse=layers).applied_to(config)

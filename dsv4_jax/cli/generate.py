@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -132,8 +133,9 @@ def _settle_prompts(args: argparse.Namespace) -> None:
     """
     if is_first_word(args) and not may_be_checkpoint(args.checkpoint):
         _note(
-            f"{SHIPPED} completes that: the checkpoint is the first argument, and from the next "
-            f"release on it has to be there: dsv4-jax generate {SHIPPED} PROMPT"
+            f"{args.checkpoint!r} is no checkpoint that is here, so {SHIPPED} completes it. A "
+            "checkpoint is the first argument, and from the next release on it has to be there: "
+            f"dsv4-jax generate {SHIPPED} PROMPT"
         )
         try:
             first = utf8_text(args.checkpoint)
@@ -182,13 +184,14 @@ def _serve(
     """(number, completion) of every prompt in order; `times` gets the time of every token."""
     ended: set[int] = set()
     given = 0
-    several = len(ids) > 1
-    with (
-        Progress(len(ids), unit="prompt", doing="serving", shown=several) as bar,
-        Progress(1, unit="program", doing="compiling", shown=not several, has_bar=False) as first,
-    ):
+    bar: Progress | None = None
+    with contextlib.ExitStack() as shown:
+        first = shown.enter_context(Progress(1, unit="program", doing="compiling", has_bar=False))
         for token in engine.stream(*ids):
-            first.end()
+            if bar is None:
+                first.end()
+                several = Progress(len(ids), unit="prompt", doing="serving", shown=len(ids) > 1)
+                bar = shown.enter_context(several)
             times.append(time.perf_counter())
             if streams and token.text:
                 print(token.text, end="", flush=True)

@@ -43,7 +43,7 @@ def losses_by_row(
     """
     checks.array("rows", rows, (None, None), "iu")
     losses = []
-    with Progress(len(rows), unit="row", doing=doing, shown=progress) as bar:
+    with Progress(len(rows), unit="row", doing=doing, shown=progress, compiles=True) as bar:
         for row in np.asarray(rows, np.int32):
             loss = _loss(params, row[None], config=config, activations=activations)
             losses.append(np.asarray(loss))

@@ -33,11 +33,26 @@ def run(clock, *, shown=True):
 def test_without_a_terminal_there_is_a_line_now_and_then(clock, capsys):
     run(clock)
     assert capsys.readouterr().err.splitlines() == [
-        "loading: 100 of 1,000 tensors after 3 s, some 27 s left",
+        "loading: 100 of 1,000 tensors after 3 s",
         "loading: 600 of 1,000 tensors after 18 s, some 12 s left",
     ]
     run(clock, shown=False)
     assert capsys.readouterr().err == ""
+
+
+def test_the_first_unit_may_compile_and_is_no_measure_of_the_others(clock, capsys):
+    """It takes 60 s and each other one 2 s."""
+    with progress.Progress(20, unit="row", doing="loss", compiles=True) as bar:
+        for seconds in (60, 2, 2, 2, 2, 2, 2, 2, 2):
+            clock[0] += seconds / 2
+            bar.add(0)
+            clock[0] += seconds / 2
+            bar.add()
+    assert capsys.readouterr().err.splitlines() == [
+        "loss: compiling, 30 s",
+        "loss: 1 of 20 rows after 60 s",
+        "loss: 8 of 20 rows after 75 s, some 26 s left",
+    ]
 
 
 def test_lines_come_while_a_unit_takes_long(clock, capsys, monkeypatch):

@@ -30,7 +30,8 @@ def test_sizes_of_a_mesh_have_names_of_their_own(command, capsys):
     ]
     args = parse(*command)
     assert (args.data, args.model) == (None, None)
-    with pytest.raises(ValueError, match="argument --model: must be a whole number from 1"):
+    told = "--model: must be a whole number .*; it is the old name of --model-shards, and a checkpo"
+    with pytest.raises(ValueError, match=told):
         parse(*command, "--model", "deepseek-ai/DeepSeek-V4-Flash")
 
 
@@ -79,7 +80,8 @@ def test_prompts_and_ideas_without_a_checkpoint_are_still_taken(capsys, tmp_path
     args = parse("generate", "The import statement", "and")
     generate._settle_prompts(args)
     assert (args.checkpoint, args.prompt) == (None, ["The import statement", "and"])
-    assert re.match(r"\[shipped completes that: .* generate shipped PROMPT\]", _said(capsys))
+    told = r"\['The import statement' is no checkpoint that is here, so shipped .* shipped PROMPT\]"
+    assert re.match(told, _said(capsys))
     for first in ("shipped", "owner/model", str(tmp_path), "./no", "https://huggingface.co/a/b"):
         args = parse("generate", first, "and")
         generate._settle_prompts(args)

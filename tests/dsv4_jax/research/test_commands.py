@@ -113,7 +113,7 @@ def test_an_evaluation_goes_on_where_it_was_stopped(checkpoint, folder, capsys, 
 
     def losses(params, rows, *, config, doing, **options):
         asked.append(doing)
-        if doing == "bf16" and asked.count("bf16") == 1:
+        if doing == "bf16 (2 of 2)" and asked.count(doing) == 1:
             raise KeyboardInterrupt
         return np.full((3, 64), 1.25 + len(asked), np.float32)
 
@@ -122,13 +122,25 @@ def test_an_evaluation_goes_on_where_it_was_stopped(checkpoint, folder, capsys, 
     kept = json.loads((folder / "a.json").read_text())
     assert [one["name"] for one in kept["measured"]] == ["none"]
     assert main(command) == 0
-    assert asked == ["none", "bf16", "bf16"]
+    assert asked == ["none (1 of 2)", "bf16 (2 of 2)", "bf16 (2 of 2)"]
     assert "[1 measurements are in a.json already]" in capsys.readouterr().err
     assert main([*command[:-1], "f32"]) == 0  # another comparison begins anew
-    assert asked[3:] == ["none", "f32"]
+    assert asked[3:] == ["none (1 of 2)", "f32 (2 of 2)"]
     (folder / "a.json").write_text("[]")
     assert main(command) == 0
-    assert asked[5:] == ["none", "bf16"]
+    assert asked[5:] == ["none (1 of 2)", "bf16 (2 of 2)"]
+
+
+def test_the_tables_count_their_measurements(checkpoint, capsys, monkeypatch):
+    asked = []
+
+    def losses(params, rows, *, config, doing, **options):
+        asked.append(doing.rsplit(" (")[1])
+        return np.full((2, 32), 1.0 + len(asked), np.float32)
+
+    monkeypatch.setattr(evaluate, "losses_by_row", losses)
+    assert main(["evaluate", *checkpoint, "--length", "32", "--rows", "2"]) == 0
+    assert asked == [f"{number + 1} of {len(asked)})" for number in range(len(asked))]
 
 
 @pytest.mark.slow
