@@ -3,9 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import itertools
 import sys
 from typing import Any, NoReturn
+
+ELSEWHERE = {
+    "--tensor-parallel-size": ("--model-shards",),
+    "--tp-size": ("--model-shards",),
+    "--tp": ("--model-shards",),
+    "--data-parallel-size": ("--data-shards",),
+    "--dp-size": ("--data-shards",),
+    "--dp": ("--data-shards",),
+    "--max-model-len": ("--max-context-tokens", "--context"),
+    "--context-length": ("--max-context-tokens", "--context"),
+    "--max-num-seqs": ("--max-requests", "--requests"),
+    "--max-running-requests": ("--max-requests", "--requests"),
+    "--max-num-batched-tokens": ("--prefill-tokens",),
+    "--chunked-prefill-size": ("--prefill-tokens",),
+    "--gpu-memory-utilization": ("--gpu-memory-fraction",),
+    "--mem-fraction-static": ("--gpu-memory-fraction",),
+    "--kv-cache-dtype": ("--cache-format",),
+    "--served-model-name": ("--model-name",),
+    "--speculative-config": ("--drafts",),
+    "--quantization": ("--weights",),
+    "--max-tokens": ("--max-new-tokens",),
+}
+"""By options of vLLM, SGLang and clients: those of ours, of which a command has one or none."""
+
+_UNKNOWN = "unrecognized arguments: "
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,6 +46,7 @@ class Parser(argparse.ArgumentParser):
         options = {"allow_abbrev": False, "formatter_class": _ShowingDefaults} | options
         super().__init__(*args, **options)
         self._mixes = False
+        self._words: list[str] = []
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None
@@ -43,6 +70,34 @@ class Parser(argparse.ArgumentParser):
         finally:
             self._mixes = False
 
+    def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """As `argparse.ArgumentParser`; of an option that there is not, it says which is meant."""
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_args(self._words, namespace)
+
+    def _hint(self, unknown: str) -> str:
+        """What an unknown option may be meant for; "" if nothing is near it."""
+        name = unknown.partition("=")[0]
+        if not name.startswith("--"):
+            return ""
+        parser = self
+        for word in self._words:
+            if parser._subparsers is None:
+                break
+            commands: Any = parser._subparsers._group_actions[0]
+            parser = commands.choices.get(word, parser)
+        options = {
+            option
+            for action in parser._actions
+            if action.help != argparse.SUPPRESS
+            for option in action.option_strings
+        }
+        near = [option for option in ELSEWHERE.get(name, ()) if option in options]
+        near = near or difflib.get_close_matches(name.replace("_", "-"), sorted(options), n=1)
+        return f"{name} may be meant for {near[0]}" if near else ""
+
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Ends after a help or a version, of which `argparse` forgets whether it was written."""
         if sys.stdout is not None:
@@ -51,6 +106,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises ValueError with the command and the message."""
+        if message.startswith(_UNKNOWN):
+            hints = map(self._hint, message.removeprefix(_UNKNOWN).split(" "))
+            message = "; ".join([message, *filter(None, hints)])
         raise UsageError(f"{self.prog}: {message}")
 
 

@@ -31,7 +31,7 @@ from dsv4_jax.cli import (
     sweep,
     verify,
 )
-from dsv4_jax.cli.parser import Parser, UsageError
+from dsv4_jax.cli.parser import ELSEWHERE, Parser, UsageError
 from dsv4_jax.serving import engine
 from helpers import bad_files
 
@@ -78,6 +78,37 @@ def nothing_loads(monkeypatch):
 def test_options_are_not_abbreviated(capsys, arguments):
     line = message_of(capsys, *arguments)
     assert line.startswith(f"dsv4-jax: unrecognized arguments: {arguments[-2]}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hints"),
+    [
+        (["generate", "x", "--max_new_tokens", "3"], ["--max_new_tokens", "--max-new-tokens"]),
+        (["generate", "x", "--max-tokens=3"], ["--max-tokens", "--max-new-tokens"]),
+        (["serve", "x", "--tp", "2"], ["--tp", "--model-shards"]),
+        (["serve", "x", "--max-model-len", "2"], ["--max-model-len", "--max-context-tokens"]),
+        (["plan", "x", "--max-model-len", "2"], ["--max-model-len", "--context"]),
+        (["plan", "x", "--gpus", "2"], ["--gpus", "--gpu"]),
+        (["bench", "serve", "http://x", "--rates", "2"], ["--rates", "--rate"]),
+        (["serve", "x", "--zzz"], None),
+        (["serve", "x", "-9"], None),
+    ],
+)
+def test_an_option_that_there_is_not_brings_one_to_mind(capsys, arguments, hints):
+    line = message_of(capsys, *arguments)
+    assert line.startswith("dsv4-jax: unrecognized arguments: ")
+    if hints is None:
+        assert "may be meant" not in line
+    else:
+        assert line.endswith("; {} may be meant for {}".format(*hints))
+
+
+def test_options_of_other_servers_stand_for_options_that_there_are():
+    commands = cli.make_parser()._subparsers._group_actions[0].choices.values()
+    known = {name for one in commands for name in one._option_string_actions}
+    for foreign, ours in ELSEWHERE.items():
+        assert foreign not in known
+        assert set(ours) <= known
 
 
 NOT_FITTING = {
