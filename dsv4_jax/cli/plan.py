@@ -42,7 +42,10 @@ _MIB = 2**20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     parser.add_argument(
-        "config", metavar="CONFIG", help=f"{', '.join(PRESETS)}, {SHIPPED}, or a directory"
+        "config",
+        metavar="CONFIG",
+        help=f"{', '.join(PRESETS)}, {SHIPPED}, a directory, or a released model of the Hugging "
+        "Face hub (owner/model)",
     )
     parser.add_argument(
         "--context",
@@ -77,7 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_follow_links(parser)
     add_drafts(parser)
-    add_mesh(parser, split_cache=True)
+    add_mesh(
+        parser,
+        split_cache=True,
+        if_not_given="those with room for most requests on several GPUs of --gpu, else 1",
+    )
     add_tiers(parser)
     parser.add_argument(
         "--collective-us",
@@ -193,7 +200,7 @@ def _fit(
     if needed <= gpus.memory_bytes:
         print(
             f"fits {gpus}: weights, workspace and {asked} take {needed / 2**30:,.2f} GiB of its "
-            f"{gpus.memory_bytes / 2**30:,.2f} GiB, and {fitting:,} request(s) would fit"
+            f"{gpus.memory_bytes / 2**30:,.2f} GiB, and at most {fitting:,} would fit"
         )
         return True, lines
     print(

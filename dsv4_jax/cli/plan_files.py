@@ -16,7 +16,7 @@ from dsv4_jax.checkpoint.inventory import (
 )
 from dsv4_jax.checkpoint.left_out import describe_config, is_of_images, warn_of_left_out
 from dsv4_jax.checkpoint.names import canonical_name
-from dsv4_jax.cli.presets import PRESETS, read_config
+from dsv4_jax.cli.presets import preset_of, read_config
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.draft import DraftKind
 from dsv4_jax.config.layer_schedule import draft_layers
@@ -67,9 +67,10 @@ def count_files(
         or does not agree with its config.
     """
     directory = find_checkpoint(name) if name == SHIPPED else pathlib.Path(name)
-    if name in PRESETS or not directory.is_dir():
+    is_preset = preset_of(name) is not None
+    if is_preset or not directory.is_dir():
         config = read_config(name, drafts=drafts, follow_links=follow_links)
-        whole = read_config(name, follow_links=follow_links) if name in PRESETS else config
+        whole = read_config(name, follow_links=follow_links) if is_preset else config
         return config, _count_release(config, whole)
     try:
         found = read_inventory(directory, follow_links=follow_links, drafts=drafts)

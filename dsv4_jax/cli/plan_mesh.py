@@ -91,12 +91,12 @@ def _print_answer(args: argparse.Namespace, placed: Placement, gpus: Gpus) -> bo
     where = where or f"{gpus.kind}x{count}"
     asked = f"{args.requests:,} request(s) of {args.context:,} tokens"
     if args.requests <= most:
-        print(f"fits {where}: {asked}, of which {most:,} would fit")
+        print(f"fits {where}: {asked}; at most {most:,} would fit")
         return True
     would = [f"--requests {most}"] if most else []
     if not most and (longest := placed.longest_context()):
         would.append(f"--context {longest}")
-    print(f"does not fit {where}: {asked}, of which {most:,} would fit")
+    print(f"does not fit {where}: {asked}; at most {most:,} would fit")
     print(f"what would: {', '.join(would) or 'more GPUs'}")
     return False
 

@@ -44,22 +44,42 @@ def _with_stages(config: DSV4Config, dspark: DSparkConfig) -> DSV4Config:
     return dataclasses.replace(config.without_draft(), dspark=dspark)
 
 
+ON_THE_HUB = {
+    "deepseek-ai/DeepSeek-V4-Flash": "flash",
+    "deepseek-ai/DeepSeek-V4-Pro": "pro",
+    "deepseek-ai/DeepSeek-V4-Flash-0731": "flash-0731",
+    "deepseek-ai/DeepSeek-V4-Pro-0813": "pro-0813",
+    "deepseek-ai/DeepSeek-V4.1-Flash": "v41-flash",
+}
+"""The presets of released models by their names on the hub, of which no file is needed."""
+
+
+def preset_of(name: str) -> str | None:
+    """The key of `PRESETS` that is meant by a name; None if that is a path, or nothing known."""
+    if name in PRESETS:
+        return name
+    return None if pathlib.Path(name).exists() else ON_THE_HUB.get(name)
+
+
 def read_config(name: str, *, drafts: bool = True, follow_links: bool = False) -> DSV4Config:
     """The preset of that name, or the config of a checkpoint directory.
 
     Args:
-      name: a key of `PRESETS`, "shipped" or a path.
+      name: a key of `PRESETS` or of `ON_THE_HUB`, "shipped" or a path.
       drafts: whether the draft is kept; if not, the config may say of it what it likes.
       follow_links: as in `DSV4Config.from_hf`.
 
     Raises:
       ValueError: it is neither.
     """
-    if name in PRESETS:
-        config = PRESETS[name]()
+    if (preset := preset_of(name)) is not None:
+        config = PRESETS[preset]()
     elif name == SHIPPED or pathlib.Path(name).exists():
         name = str(find_checkpoint(name))
         config = DSV4Config.from_hf(name, follow_links=follow_links, text_only=True, drafts=drafts)
     else:
-        raise ValueError(f"config must be one of {list(PRESETS)} or a directory, got {name!r}")
+        raise ValueError(
+            f"config must be one of {[*PRESETS, SHIPPED]}, a directory, or one of these models of "
+            f"the Hugging Face hub: {', '.join(ON_THE_HUB)}; got {name!r}"
+        )
     return config if drafts else config.without_draft()

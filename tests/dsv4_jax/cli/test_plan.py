@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.cli import main
+from dsv4_jax.cli import main, presets
 from helpers import slow
 from helpers.released_configs import FLASH_0731
 from pallas_kernels.common.formats import CACHE_FORMATS
@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_said_and_what_would(plan, arguments, fits, would):
 def test_several_gpus_of_a_kind_are_a_mesh(plan, capsys):
     """The one of them that holds most requests, unless it is given."""
     _, text = plan("flash", "--gpu", "b200x8", "--context", 8192)
-    assert text.startswith("fits b200x8: 1 request(s) of 8,192 tokens, of which ")
+    assert text.startswith("fits b200x8: 1 request(s) of 8,192 tokens; at most 35,760 would fit\n")
     assert "\n\nflash, fp8_ue8m0: data=8, model=1, 8 GPU(s) of 167.6 GiB" in text
     _, text = plan(
         "flash", "--gpu", "b200x8", "--data-shards", 2, "--model-shards", 4, "--context", 8192
@@ -387,7 +387,7 @@ def test_weights_that_are_not_there_are_said(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["flsh"], r"config must be one of \['flash', .*\] or a directory, got 'flsh'"),
+        (["flsh"], r"config must be one of \['flash', .* 'shipped'\], a directory, .*; got 'flsh'"),
         (
             ["flash", "--context", "0"],
             r"argument --context: must be a whole number from 1 to .*, got '0'",
@@ -449,6 +449,22 @@ def test_v41_flash_on_four_cards(plan):
     assert sum(by_format) == pytest.approx(78.75 * 2**30, rel=1e-4)
 
 
+def test_the_released_models_are_planned_by_their_names_on_the_hub_too(plan, tmp_path, monkeypatch):
+    two = ("--gpu", "h200x2", "--context", "128K")
+    table, text = plan("deepseek-ai/DeepSeek-V4-Flash", *two)
+    assert text.startswith("fits h200x2: 1 request(s) of 131,072 tokens; at most 240 would fit\n")
+    named, _ = plan("flash", *two)
+    assert table == named
+    for name, preset in presets.ON_THE_HUB.items():
+        assert presets.read_config(name) == presets.PRESETS[preset]()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deepseek-ai" / "DeepSeek-V4-Flash").mkdir(parents=True)
+    with pytest.raises(
+        FileNotFoundError, match=r"no config\.json"
+    ):  # a directory of that name wins
+        presets.read_config("deepseek-ai/DeepSeek-V4-Flash")
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -470,7 +486,7 @@ def test_v41_flash_on_four_cards(plan):
         ),
         (
             ["flash", "--gpu", "h200x2", "--requests", "1K", "--context", "128K"],
-            r"h200x2: 1,024 request\(s\) of 131,072 tokens, of which (\d+) would fit\n"
+            r"h200x2: 1,024 request\(s\) of 131,072 tokens; at most (\d+) would fit\n"
             r"what would: --requests \1\n",
         ),
     ],
