@@ -50,6 +50,12 @@ def run(args: argparse.Namespace) -> int:
     with Batch(
         args.requests, args.answers, settings=answer_settings(args), repeatable=args.repeatable
     ) as batch:
+        if batch.num_left and not batch.has_names:
+            raise ValueError(
+                f"{args.requests} must have requests, one a line, such as "
+                '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}; '
+                f"none of its {batch.num_left:,} lines has a custom_id"
+            )
         if batch.num_left:
             engine = build(args, one_shape=args.repeatable)
             with Progress(batch.num_left, unit="request", doing="answering") as bar:

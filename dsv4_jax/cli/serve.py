@@ -22,6 +22,7 @@ from dsv4_jax.progress import Progress
 from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serving.asynchronous.async_engine import AsyncEngine
 from dsv4_jax.serving.engine import Engine
+from dsv4_jax.serving.options import EngineOptions
 from dsv4_jax.serving.requests.grammar_trials import GrammarBounds
 from dsv4_jax.signals import end_at_once
 from dsv4_jax.standard_streams import say
@@ -73,7 +74,10 @@ def _run(args: argparse.Namespace) -> int:
         raise
     obstacle = server.endpoints.conversations.obstacle
     if obstacle is not None:
-        note(f"no conversations: {obstacle}; /v1/completions works")
+        rest = "; /v1/completions works"
+        if args.checkpoint in (None, SHIPPED):
+            rest += ", and examples/chat_checkpoint.py writes a small model that has conversations"
+        note(f"no conversations: {obstacle}{rest}")
     to_whom = "" if settings.api_keys else ", for everybody who reaches it: there is no --api-key"
     note(f"{settings.model_name} answers at {server.url}{to_whom}")
     server.run()
@@ -121,12 +125,19 @@ def build(args: argparse.Namespace, *, one_shape: bool = False) -> Engine:
       one_shape: all its steps have one shape, so that what runs beside a request changes nothing.
 
     Raises:
-      ValueError: as of `build_engine`, or other options ask for steps of several shapes.
+      ValueError: as of `build_engine`; the context is longer than the model's; or other options
+        ask for steps of several shapes.
     """
     folder, config = find_model(args)
+    longest = config.max_position_embeddings
+    if args.max_context_tokens > max(longest, EngineOptions.max_context_tokens):
+        raise ValueError(
+            f"--max-context-tokens must be at most {longest:,}, the longest that "
+            f"{_name_of(args.checkpoint)} is meant for, got {args.max_context_tokens:,}"
+        )
     fields: dict[str, Any] = {
         "mesh": chosen_mesh(args),
-        "max_context_tokens": min(args.max_context_tokens, config.max_position_embeddings),
+        "max_context_tokens": min(args.max_context_tokens, longest),
     }
     if one_shape:
         size = _one_size(args)

@@ -25,6 +25,7 @@ class Batch:
 
     Attributes:
       num_left: lines without an answer.
+      has_names: a line has a custom_id, without which it is no request.
       num_done: lines with one.
     """
 
@@ -63,6 +64,7 @@ class Batch:
         self._done = self._answers.done
         self.num_done = len(names.keys() & self._done.keys())
         self.num_left = len(names) - self.num_done
+        self.has_names = any(isinstance(name, str) for name in names)
 
     def run(self, engine: Engine, on_answer: Callable[[bool], None] = lambda good: None) -> None:
         """Answers what has no answer; as many requests run at once as the engine has slots for.

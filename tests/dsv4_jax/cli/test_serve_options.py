@@ -52,6 +52,20 @@ def test_python_is_refused_what_the_command_line_is():
         ServeSettings(model_name="m", release="last")
 
 
+def test_a_context_beyond_the_models_is_refused_before_anything_is_loaded(monkeypatch):
+    """The default is cut to what the model has; what was asked for is not."""
+    given = []
+    monkeypatch.setattr(serve, "build_engine", lambda *_, **fields: given.append(fields) or 1 / 0)
+    for words in (("--max-context-tokens", "1M"), ("--max-context-tokens", "4097")):
+        told = r"--max-context-tokens must be at most 4,096, the longest that shipped is meant for"
+        with pytest.raises(ValueError, match=told):
+            serve.build(parsed("shipped", *words))
+    assert not given
+    with pytest.raises(ZeroDivisionError):
+        serve.build(parsed("shipped"))
+    assert given[0]["max_context_tokens"] == 4096
+
+
 @pytest.mark.parametrize(("words", "bound"), [((), 600_000), (("--max-step-ms", "40"), 40)])
 def test_nobody_reads_a_batch_token_by_token(tmp_path, monkeypatch, words, bound):
     """So steps with prompts have the size that reads most, unless somebody says otherwise."""

@@ -442,10 +442,12 @@ def test_an_engine_that_fails_for_good_leaves_the_rest_for_later(files, engine, 
         (["{folder}/in", "/nowhere/out"], "argument answers: must be a file in a folder"),
         (["{folder}/in", "{folder}/in"], "need a file of their own"),
         (["/nowhere", "{folder}/in", "{folder}/out"], "/nowhere"),
+        (["{folder}/text", "{folder}/out"], "none of its 2 lines has a custom_id"),
     ],
 )
 def test_bad_arguments_are_named(tmp_path, capsys, arguments, told):
     write(tmp_path / "in", [line("a")])
+    (tmp_path / "text").write_text("# A page\n\nof text\n")
     assert main(["batch", *(one.format(folder=tmp_path) for one in arguments)]) == 2
     assert told in capsys.readouterr().err
 
