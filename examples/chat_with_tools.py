@@ -1,6 +1,6 @@
 """A conversation in which the model calls Python functions, through the `openai` package.
 
-    dsv4-jax serve CHECKPOINT    # a model that knows conversations
+    dsv4-jax serve CHECKPOINT    # a model that knows conversations; chat_checkpoint.py writes one
     python examples/chat_with_tools.py "What is 17 times 23?"
 
 The server holds the arguments to each tool's schema, since the tools are strict. The model that

@@ -1,5 +1,6 @@
 """The programs of examples/ run, on one layer of random weights and, slow, on what ships."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -43,7 +44,7 @@ def checkpoint(request, tmp_path_factory):
 def test_there_is_a_test_of_each_and_the_page_lists_them():
     here = pathlib.Path(__file__).read_text()
     listed = (ROOT / "examples" / "README.md").read_text()
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
     for path in EXAMPLES:
         assert path.stem in here
         assert f"[{path.name}]({path.name})" in listed
@@ -128,3 +129,33 @@ def test_a_mesh(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 x 1 of cpu\n")
     assert done.stdout.count(" -> ") == 4
+
+
+@pytest.mark.slow
+def test_a_chat_without_a_gpu(tmp_path, capsys):
+    """The copy of the shipped model calls a tool by its schema, and takes the result."""
+    folder = load("chat_checkpoint").main([str(tmp_path / "chat_model")])
+    assert capsys.readouterr().out == f"dsv4-jax serve {folder} --no-think\n"
+    config, params = ds.load_checkpoint(folder, progress=False)
+    before, shipped = ds.load_checkpoint(ds.SHIPPED_CHECKPOINT, drafts=False, progress=False)
+    assert config == dataclasses.replace(before, vocab_size=config.vocab_size)
+    assert (params.embed[:258] == shipped.embed).all()
+    assert (params.head[:258] == shipped.head).all()
+    engine = ds.Engine.from_checkpoint(
+        folder, max_requests=1, max_context_tokens=4096, prefill_tokens=(64,), progress=False,
+    )  # fmt: skip
+    example = load("chat_with_tools")
+    with (
+        running(engine, model_name="chat_model", thinks=False) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="any") as client,
+    ):
+        messages = example.chat(
+            client, "chat_model", "What is 17 times 23?", first_choice="required", max_rounds=2,
+            max_tokens=300, temperature=0, parallel_tool_calls=False,
+        )  # fmt: skip
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    (call,) = messages[1]["tool_calls"]
+    assert messages[2]["content"] == str(
+        example.FUNCTIONS[call["function"]["name"]](**json.loads(call["function"]["arguments"]))
+    )
+    assert messages[3]["content"]
