@@ -10,6 +10,7 @@ import argparse
 import pathlib
 
 from dsv4_jax.checkpoint.convert import convert_checkpoint
+from dsv4_jax.checkpoint.find import SHIPPED, find_checkpoint
 from dsv4_jax.cli.arguments import add_drafts, add_loading, add_weights
 from dsv4_jax.cli.memory import check_memory, largest_tensor_bytes
 from dsv4_jax.cli.values import gib
@@ -18,7 +19,7 @@ from dsv4_jax.model.weight_forms import RELEASE_FORMS
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
-    parser.add_argument("source", type=pathlib.Path, help="checkpoint directory")
+    parser.add_argument("source", type=pathlib.Path, help=f"checkpoint directory, or {SHIPPED}")
     parser.add_argument("destination", type=pathlib.Path, help="directory to write")
     add_weights(
         parser,
@@ -39,12 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Converts, and says what was written."""
-    if args.source.is_dir():
-        largest = largest_tensor_bytes(args.source, follow_links=args.follow_links)
+    source = find_checkpoint(SHIPPED) if str(args.source) == SHIPPED else args.source
+    if source.is_dir():
+        largest = largest_tensor_bytes(source, follow_links=args.follow_links)
         needs = {"a tensor and what it becomes": 2 * largest}
         check_memory(needs, "a machine with more memory", told=False)
     convert_checkpoint(
-        args.source,
+        source,
         args.destination,
         weights=args.weights,
         max_shard_bytes=int(args.shard_gib * 2**30),

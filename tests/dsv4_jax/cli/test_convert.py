@@ -21,6 +21,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.checkpoint import convert
 from dsv4_jax.checkpoint.conversion_record import alone_in
+from dsv4_jax.cli import convert as command
 from dsv4_jax.cli import main
 from dsv4_jax.model import param_shapes, quantize_params
 from helpers.checkpoints import read_tensors, released_tensors, write_released
@@ -419,6 +420,18 @@ def refusal(capsys, *arguments):
     assert main(["convert", *map(str, arguments)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line]
     return line.removeprefix("dsv4-jax convert: ")
+
+
+def test_the_shipped_model_is_converted_by_its_name_unless_a_directory_has_it(
+    tmp_path, monkeypatch
+):
+    sources = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "convert_checkpoint", lambda *paths, **_: sources.append(paths[0]))
+    assert main(["convert", "shipped", "out", "--weights", "bfloat16"]) == 0
+    shutil.copytree(ds.SHIPPED_CHECKPOINT, "shipped")
+    assert main(["convert", "shipped", "out", "--weights", "bfloat16"]) == 0
+    assert list(map(str, sources)) == [str(ds.SHIPPED_CHECKPOINT), "shipped"]
 
 
 def test_refusals_write_nothing(dense, released, tmp_path, capsys, monkeypatch):
