@@ -91,6 +91,7 @@ def test_options_are_not_abbreviated(capsys, arguments):
         (["plan", "x", "--gpus", "2"], ["--gpus", "--gpu"]),
         (["bench", "serve", "http://x", "--rates", "2"], ["--rates", "--rate"]),
         (["serve", "x", "--zzz"], None),
+        (["serve", "x", "--mode", "2"], ["--mode", "--model-name"]),  # `--model` is an old name
         (["serve", "x", "-9"], None),
     ],
 )
