@@ -16,6 +16,7 @@ from dsv4_jax.cache.commit import advance
 from dsv4_jax.config.layer_schedule import layer_schedule
 from dsv4_jax.model.trunk import keep
 from helpers import tolerance
+from helpers.arrays import on_device
 from helpers.schedules import step_input
 from pallas_kernels.common.formats import get_cache_format
 
@@ -34,7 +35,7 @@ def case(kind, seed=0):
     params = ds.init_params(CONFIG, jax.random.key(seed), dtype=jnp.float32)
     spec = next(spec for spec in layer_schedule(CONFIG) if spec.attn == kind)
     x = np.random.default_rng(seed).normal(size=(2, LENGTH, CONFIG.hidden_size))
-    return params.layer(spec).attn, spec, jnp.asarray(x, jnp.float32)
+    return params.layer(spec).attn, spec, on_device(x, jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "cache_format"))
@@ -74,7 +75,7 @@ def on_cache(kind, cache_format, *, params=None, seed=0):
             continue
         step = step_input([[1] * n for n in counts], [0, 1], [0, 1], num_tokens=T, rng=rng)
         if max(counts) == 1:
-            ids = jnp.asarray([row if counts[row] else -1 for row in (0, 1)], jnp.int32)
+            ids = on_device([row if counts[row] else -1 for row in (0, 1)], jnp.int32)
             step = dataclasses.replace(step, token_ids=jnp.ones(2, jnp.int32), request_ids=ids)
         owner = np.asarray(step.request_ids)
         tokens = np.full((len(owner), x.shape[-1]), np.nan, np.float32)

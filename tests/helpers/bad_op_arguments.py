@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
+from helpers.arrays import on_device
 from helpers.bad_inputs import Opaque
 from helpers.calls import four_tokens
 from pallas_kernels.common.weights import quantize_block_fp8, quantize_mxfp4
@@ -20,11 +21,11 @@ PLAIN = pk.get_codec("f32")
 
 
 def f32(*shape):
-    return jnp.asarray(RNG.normal(size=shape).astype(np.float32))
+    return on_device(RNG.normal(size=shape), jnp.float32)
 
 
 def i32(values):
-    return jnp.asarray(values, jnp.int32)
+    return on_device(values, jnp.int32)
 
 
 CALL = four_tokens(RNG.permutation(NB)[: 2 * LB].reshape(2, LB)[[0, 1, 0]])
@@ -39,7 +40,7 @@ ONE_EACH = dataclasses.replace(
 RING = pk.LayerPlanes({"values": f32(2, NS, W, C)}, LAYER, PLAIN)
 POOL = pk.LayerPlanes({"values": f32(2, NB, EB, C)}, LAYER, PLAIN)
 ROWS = {"values": f32(T, C)}
-FREQUENCIES = jnp.float32([1.0, 0.1])
+FREQUENCIES = on_device([1.0, 0.1], jnp.float32)
 NORM_ROPE = pk.NormRope(f32(C), FREQUENCIES, 1e-6)
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from helpers.arrays import on_device
 from pallas_kernels import CallIndices
 
 PER_TOKEN = ("segment_ids", "slots", "positions", "lengths")
@@ -19,8 +20,8 @@ def make_call(block_table, segment_ids, *, visible=None, **per_token):
     given = {"segment_ids": segment_ids, "block_table": block_table}
     arrays = nowhere | rows | per_token | given
     return CallIndices(
-        **{name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()},
-        visible=None if visible is None else jnp.asarray(visible, jnp.int32),
+        **{name: on_device(array, jnp.int32) for name, array in arrays.items()},
+        visible=None if visible is None else on_device(visible, jnp.int32),
         max_row_tokens=max(1, num_tokens),
     )
 
@@ -45,7 +46,7 @@ def four_tokens(block_table):
     """Two tokens of one request, and one each of two; every window is full."""
 
     def i32(values):
-        return jnp.asarray(values, jnp.int32)
+        return on_device(values, jnp.int32)
 
     return CallIndices(
         segment_ids=i32([0, 0, 1, 2]),

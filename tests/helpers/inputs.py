@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from helpers.arrays import on_device
 from pallas_kernels import (
     AttentionPart,
     CallIndices,
@@ -105,11 +106,11 @@ class Call:
             block_table = np.full((len(self.row_slots), 1), -1, np.int32)
         fields = dataclasses.asdict(self)
         fields["segment_ids"] = fields.pop("request_ids")
-        arrays = {name: jnp.asarray(array, jnp.int32) for name, array in fields.items()}
+        arrays = {name: on_device(array, jnp.int32) for name, array in fields.items()}
         return CallIndices(
             **arrays,
-            block_table=jnp.asarray(block_table, jnp.int32),
-            visible=None if visible is None else jnp.asarray(visible, jnp.int32),
+            block_table=on_device(block_table, jnp.int32),
+            visible=None if visible is None else on_device(visible, jnp.int32),
             max_row_tokens=max_row_tokens or max(1, int(max(self.row_counts, default=1))),
         )
 
@@ -174,7 +175,7 @@ def small_call():
     per_token |= {name: [0, 0, 0] for name in ("positions", "lengths")}
     per_row = {"slots": [0, 1], "lengths": [0, 0], "counts": [1, 1], "offsets": [0, 1]}
     fields = per_token | {f"row_{name}": value for name, value in per_row.items()}
-    arrays = {name: jnp.asarray(value, jnp.int32) for name, value in fields.items()}
+    arrays = {name: on_device(value, jnp.int32) for name, value in fields.items()}
     return CallIndices(**arrays, block_table=jnp.zeros((2, 3), jnp.int32), max_row_tokens=3)
 
 

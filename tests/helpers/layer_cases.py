@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
+from helpers.arrays import on_device
 from helpers.inputs import CASE_LAYER, NUM_LAYERS, pack_call, poison, poisoned
 from helpers.schedules import assert_same_bytes
 from pallas_kernels import CACHE_FORMATS
@@ -153,7 +154,7 @@ def draw_histories(rng, kind, lengths, dtype=jnp.bfloat16):
     width = 2 if kind == "csa" else 1
 
     def activations(*shape):
-        return [np.asarray(jnp.asarray(rng.normal(size=(n, *shape)), dtype)) for n in lengths]
+        return [np.asarray(on_device(rng.normal(size=(n, *shape)), dtype)) for n in lengths]
 
     def projections(dim):
         drawn = [np.float32(rng.normal(size=(2, n, width * dim))) for n in lengths]
@@ -168,7 +169,7 @@ def draw_histories(rng, kind, lengths, dtype=jnp.bfloat16):
 def draw_norms(rng, kind, dtype):
     """Weights of the window entries' norm and of each compressor's."""
     dims = (C, C, IC) if kind == "csa" else (C, C)
-    return tuple(jnp.asarray(1 + 0.2 * rng.normal(size=dim), dtype) for dim in dims)
+    return tuple(on_device(1 + 0.2 * rng.normal(size=dim), dtype) for dim in dims)
 
 
 def run(

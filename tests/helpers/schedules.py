@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4_jax as ds
+from helpers.arrays import on_device
 
 jit_prefill_all = jax.jit(ds.prefill, static_argnames=("config", "all_logits"))
 
@@ -40,9 +41,9 @@ def step_input(tokens, rows, slots, *, num_tokens, rng=None):
         request_ids += [-1] * gap + [row] * len(ids)
     tail = num_tokens - len(token_ids)
     return ds.StepInput(
-        token_ids=jnp.asarray(token_ids + [3] * tail, jnp.int32),
-        request_ids=jnp.asarray(request_ids + [-1] * tail, jnp.int32),
-        request_slots=jnp.asarray(slots, jnp.int32),
+        token_ids=on_device(token_ids + [3] * tail, jnp.int32),
+        request_ids=on_device(request_ids + [-1] * tail, jnp.int32),
+        request_slots=on_device(slots, jnp.int32),
     )
 
 

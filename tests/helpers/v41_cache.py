@@ -10,6 +10,7 @@ import numpy as np
 import dsv4_jax as ds
 from dsv4_jax.cache.poison import poison
 from helpers import v41
+from helpers.arrays import on_device
 
 SIZE = 24
 """Tokens of a call, most of them padding."""
@@ -38,9 +39,9 @@ def call_of(rows, size=SIZE):
     spare = size - len(ids)
     slots = [slot for slot, _ in rows] + [-1] * (SLOTS - len(rows))
     return ds.StepInput(
-        token_ids=jnp.asarray(np.pad(ids, (0, spare)), jnp.int32),
-        request_ids=jnp.asarray(np.pad(row, (0, spare), constant_values=-1), jnp.int32),
-        request_slots=jnp.asarray(slots, jnp.int32),
+        token_ids=on_device(np.pad(ids, (0, spare)), jnp.int32),
+        request_ids=on_device(np.pad(row, (0, spare), constant_values=-1), jnp.int32),
+        request_slots=on_device(slots, jnp.int32),
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import pallas_kernels as pk
 from helpers import slow
+from helpers.arrays import on_device
 from helpers.calls import four_tokens
 from pallas_kernels.common.norm_rope import rms_norm, rotate
 from pallas_kernels.pick_experts import router_logits
@@ -26,11 +27,11 @@ NORM_ROPE = pk.NormRope(jnp.float32(RNG.normal(size=C)), FREQUENCIES, 1e-6)
 
 
 def f32(*shape):
-    return jnp.float32(RNG.normal(size=shape))
+    return on_device(RNG.normal(size=shape), jnp.float32)
 
 
 def i32(values):
-    return jnp.asarray(values, jnp.int32)
+    return on_device(values, jnp.int32)
 
 
 CALL = four_tokens(RNG.permutation(NB)[: 3 * LB].reshape(3, LB))

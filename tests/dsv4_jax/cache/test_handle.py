@@ -10,6 +10,7 @@ import pytest
 
 import dsv4_jax as ds
 from helpers import slow
+from helpers.arrays import on_device
 from helpers.schedules import step_input
 from pallas_kernels.append_tokens import reference
 from pallas_kernels.common.formats import CACHE_FORMATS
@@ -45,7 +46,9 @@ def acquire(layer_idx, cache=None, call=CALL):
 
 
 def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32))
+    return on_device(
+        np.random.default_rng(seed).standard_normal(shape, dtype=np.float32), jnp.float32
+    )
 
 
 def projections(width):

@@ -12,6 +12,7 @@ import dsv4_jax as ds
 from dsv4_jax.cache.model_cache import family_bytes, family_kinds
 from dsv4_jax.cache.schema import FamilyKind
 from helpers import slow
+from helpers.arrays import on_device
 from helpers.schedules import step_input
 from pallas_kernels.common.formats import CACHE_FORMATS
 
@@ -164,7 +165,7 @@ def used_cache():
 
 
 def i32(*values):
-    return jnp.asarray(values, jnp.int32)
+    return on_device(values, jnp.int32)
 
 
 def test_update_slots_sets_those_slots_and_no_other():

@@ -13,6 +13,7 @@ import dsv4_jax as ds
 from dsv4_jax.cache.new_tokens import empty_staged
 from dsv4_jax.serving.device import engine_arrays
 from helpers import bad_search, targets
+from helpers.arrays import on_device
 from helpers.serving import run_to_end, same_tokens
 
 pytestmark = pytest.mark.unoptimised
@@ -38,7 +39,7 @@ def model():
 
 
 def i32(*values):
-    return jnp.asarray(values, jnp.int32)
+    return on_device(values, jnp.int32)
 
 
 def idle(engine):

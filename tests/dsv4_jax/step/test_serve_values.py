@@ -8,12 +8,13 @@ import numpy as np
 import dsv4_jax as ds
 from dsv4_jax.step.draws import DrawnCounts
 from dsv4_jax.step.serve_values import FIRST_DRAFT, LAST_DRAWN, ServeOutput, count_last
+from helpers.arrays import on_device
 
 ROWS = 4
 
 
 def i32(values):
-    return jnp.asarray(values, jnp.int32)
+    return on_device(values, jnp.int32)
 
 
 def totals(counts):
