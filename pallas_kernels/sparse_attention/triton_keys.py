@@ -8,7 +8,6 @@ models whose layers read what another one made, of two layers and stored in two 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -71,6 +70,19 @@ class Keys(NamedTuple):
     is_key: jax.Array
 
 
+class Found(NamedTuple):
+    """Where entries lie in the pool.
+
+    Attributes:
+      block, row: i32[KEYS].
+      present: bool[KEYS], whether there is one.
+    """
+
+    block: jax.Array
+    row: jax.Array
+    present: jax.Array
+
+
 class Codecs(NamedTuple):
     """How keys are stored, and the dtype of products with them; static."""
 
@@ -120,28 +132,47 @@ def load_window(
     refs: Operands, token: jax.Array, tile: jax.Array, codecs: Codecs, *, dim: int
 ) -> Keys:
     """A tile of a token's window."""
-    return _load(_find_window, refs, token, tile, codecs.window, codecs.dtype, dim)
+    return _load(_find_window(refs, token, _places(tile)), codecs.window, codecs.dtype, dim)
 
 
 def load_selected(
     refs: Operands, token: jax.Array, tile: jax.Array, codecs: Codecs, *, dim: int
 ) -> Keys:
     """A tile of what a token selected."""
-    return _load(_find_selected, refs, token, tile, codecs.entry, codecs.dtype, dim)
-
-
-def _load(
-    find: Callable[..., list[Source]],
-    refs: Operands,
-    token: jax.Array,
-    tile: jax.Array,
-    codec: Codec,
-    dtype: Any,
-    dim: int,
-) -> Keys:
-    place = tile * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
     # Addresses first, loads that depend on each other; then all columns at once.
-    sources = find(refs, token, place)
+    found = find_blocks(refs, token, load_selection(refs, token, tile))
+    return load_found(refs, found, codecs, dim=dim)
+
+
+def load_selection(refs: Operands, token: jax.Array, tile: jax.Array) -> jax.Array:
+    """i32[KEYS], the entries of a tile of what a token selected; -1 for none."""
+    place = _places(tile)
+    # Beyond the selection, or what a token sees of it, there is no key, and nothing is loaded.
+    wanted = place < refs.selected.shape[1]
+    if refs.visible is not None:
+        wanted &= place < refs.visible[token]
+    return triton.load_where(refs.selected, (token, place), wanted, -1)
+
+
+def find_blocks(refs: Operands, token: jax.Array, entry: jax.Array) -> Found:
+    """Where entries of a token lie in the pool."""
+    entries_per_block = first_plane(refs.pool).shape[2]
+    segment = refs.segment_ids[token]
+    return Found(*find_entries(entry, refs.table, segment, entries_per_block=entries_per_block))
+
+
+def load_found(refs: Operands, found: Found, codecs: Codecs, *, dim: int) -> Keys:
+    """A tile of entries that were found."""
+    layer = refs.layer if refs.entry_layer is None else refs.entry_layer
+    source = Source(refs.pool, (layer[0], found.block, found.row), found.present)
+    return _load([source], codecs.entry, codecs.dtype, dim)
+
+
+def _places(tile: jax.Array) -> jax.Array:
+    return tile * KEYS + jnp.arange(KEYS, dtype=jnp.int32)
+
+
+def _load(sources: list[Source], codec: Codec, dtype: Any, dim: int) -> Keys:
     # Of several sources a key is in one at most.
     is_key = functools.reduce(jnp.logical_or, (source.present for source in sources))
     return Keys(load_rows(sources, codec, dim=dim, dtype=dtype), is_key)
@@ -160,20 +191,3 @@ def _find_window(refs: Operands, token: jax.Array, place: jax.Array) -> list[Sou
         Source(refs.ring, (refs.layer[0], jnp.maximum(slot, 0), row), is_key & ~in_call),
         Source(refs.rows, (jnp.maximum(token - (newest - position), 0),), is_key & in_call),
     ]
-
-
-def _find_selected(refs: Operands, token: jax.Array, place: jax.Array) -> list[Source]:
-    """Where entries at some places of a token's selection lie."""
-    # Beyond the selection, or what a token sees of it, there is no key, and nothing is loaded.
-    wanted = place < refs.selected.shape[1]
-    if refs.visible is not None:
-        wanted &= place < refs.visible[token]
-    entry = triton.load_where(refs.selected, (token, place), wanted, -1)
-    block, row, is_key = find_entries(
-        entry,
-        refs.table,
-        refs.segment_ids[token],
-        entries_per_block=first_plane(refs.pool).shape[2],
-    )
-    layer = refs.layer if refs.entry_layer is None else refs.entry_layer
-    return [Source(refs.pool, (layer[0], block, row), is_key)]

@@ -1,6 +1,6 @@
 """Triton kernel of sparse attention for many tokens: a program goes through tiles of keys in turn.
 
-    addresses of a tile's keys; their rows, decoded to 16 bits
+    a tile's rows, decoded to 16 bits; meanwhile addresses of entries of the tiles to come
     logits Q K^T, softmax so far; sums rescaled, then weights times keys added, in registers
     the next tile that is the program's
 
@@ -33,11 +33,14 @@ from pallas_kernels.sparse_attention.launch import inverse_total
 from pallas_kernels.sparse_attention.reference import Arguments, AttentionPart, JoinArguments
 from pallas_kernels.sparse_attention.triton_keys import (
     KEYS,
+    Found,
     Keys,
     Operands,
     codecs_of,
     count_tiles,
-    load_selected,
+    find_blocks,
+    load_found,
+    load_selection,
     load_window,
     operands_of,
 )
@@ -45,8 +48,10 @@ from pallas_kernels.sparse_attention.triton_keys import (
 Ref = Any
 _MOST_HEADS, _LEAST_HEADS = 32, 16
 """Of a program. Sums of 64 x 512 leave eight warps no registers for keys, nor sixteen warps."""
+_NUM_WARPS = {16: 4, 32: 8}
+"""Of a program, by its heads."""
 _NUM_STAGES = 1
-"""Addresses are loaded before keys are, so that no loop is pipelined."""
+"""Loads follow addresses that are loaded, so that the compiler has no loop to pipeline."""
 
 
 class _Softmax(NamedTuple):
@@ -61,6 +66,20 @@ class _Softmax(NamedTuple):
     largest: jax.Array
     total: jax.Array
     sums: tuple[jax.Array, ...]
+
+
+class _Ahead(NamedTuple):
+    """What a turn of entries begins with.
+
+    Attributes:
+      softmax: attention to the tiles before.
+      found: where its own entries lie.
+      entry: i32[KEYS], those of the next turn.
+    """
+
+    softmax: _Softmax
+    found: Found
+    entry: jax.Array
 
 
 def sparse_attention(arguments: Arguments, *, splits: int | None = None) -> jax.Array:
@@ -120,9 +139,16 @@ def _attend(arguments: Arguments, splits: int) -> _Outputs:
             tile = split + turn * splits
             return step(load_window(refs, token, tile, codecs, dim=dim), state)
 
-        def of_selected(turn: jax.Array, state: _Softmax) -> _Softmax:
-            tile = split + turn * splits - window_tiles
-            return step(load_selected(refs, token, tile, codecs, dim=dim), state)
+        def select(turn: jax.Array) -> jax.Array:
+            return load_selection(refs, token, split + turn * splits - window_tiles)
+
+        def of_selected(turn: jax.Array, state: _Ahead) -> _Ahead:
+            # Addresses are loads that depend on each other: those of tiles to come are on their
+            # way while this one is multiplied.
+            keys = load_found(refs, state.found, codecs, dim=dim)
+            found = find_blocks(refs, token, state.entry)
+            entry = select(turn + 2)
+            return _Ahead(step(keys, state.softmax), found, entry)
 
         state = _Softmax(
             jnp.full(heads, FLOOR, jnp.float32),
@@ -137,7 +163,9 @@ def _attend(arguments: Arguments, splits: int) -> _Outputs:
                 # Tiles beyond what a token sees have no entry.
                 end = jnp.minimum(end, lax.div(refs.visible[token] + KEYS - 1, KEYS))
             end = turns(window_tiles + jnp.maximum(end, 0))
-            state = lax.fori_loop(first_entry, end, of_selected, state)
+            found = find_blocks(refs, token, select(first_entry))
+            ahead = _Ahead(state, found, select(first_entry + 1))
+            state = lax.fori_loop(first_entry, end, of_selected, ahead).softmax
         lead = (token,) if divides else (split, token)
         _store(state, refs.sink, outputs, runs, lead, head, head < num_heads)
 
@@ -154,7 +182,7 @@ def _attend(arguments: Arguments, splits: int) -> _Outputs:
         grid=(pl.cdiv(num_heads, heads), splits, num_tokens),
         inputs=operands_of(arguments, divides=divides),
         outputs=outputs,
-        num_warps=8 if heads > _LEAST_HEADS else 4,
+        num_warps=_NUM_WARPS[heads],
         num_stages=_NUM_STAGES,
         name="sparse_attention_turns",
     )
