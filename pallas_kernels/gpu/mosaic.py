@@ -39,6 +39,10 @@ EVEN_ROWS = plgpu.Layout.TILED(
     plgpu.Tiling(((32, 64), (8, 16))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
 )
 """[32 i, 64 j] of bytes: as `ROWS`, in one vector. Neighbouring lanes load neighbouring bytes."""
+HALF_ROWS = plgpu.Layout.TILED(
+    plgpu.Tiling(((32, 32), (8, 8))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
+)
+"""[32 i, 32 j] of bytes: as `ROWS`, a lane holding 8 neighbouring columns in one vector."""
 LINES = plgpu.Layout.TILED(
     plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
 )

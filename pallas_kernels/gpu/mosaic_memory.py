@@ -35,6 +35,7 @@ def load_indexed_rows(
     *,
     start: int,
     width: int,
+    layout: Layout = ROWS,
 ) -> jax.Array:
     """Loads columns start .. start + width - 1 of the named rows.
 
@@ -43,10 +44,11 @@ def load_indexed_rows(
       source: i32[64] in `ROW` layout, number of the source of each row.
       index: i32[64] in `ROW` layout, number of the row in its source; -1 is none.
       start: a multiple of 16.
-      width: a multiple of 64.
+      width: a multiple of 64, or of what the layout repeats.
+      layout: `ROWS`, or one that gives a lane the same row and fewer columns.
 
     Returns:
-      [64, width] in `ROWS` layout; zeros where `index` is -1.
+      [64, width] in that layout; zeros where `index` is -1.
     """
     shape, dtype = (index.shape[0], width), sources[0].dtype
     if interpreting():
@@ -55,10 +57,10 @@ def load_indexed_rows(
 
     @plgpu.inline_mgpu(
         arg_types=([plgpu.RefType()] * len(sources), ROW, ROW),
-        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=ROWS),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout),
     )
     def load(_, refs, source, index):
-        tiled = ROWS.to_mgpu()
+        tiled = layout.to_mgpu()
         index, source = (
             rows.broadcast_in_dim(shape, (0,), tiled).registers for rows in (index, source)
         )
@@ -74,8 +76,7 @@ def load_indexed_rows(
                 continue
             column = arith.addi(column, mgpu.c(start, column.type))
             row = _Row.find(refs, source[at], index[at], all_present=False)
-            # A lane's 16 neighbouring columns at once, of which the layout has two vectors of
-            # eight.
+            # A lane's neighbouring columns at once: sixteen are two vectors of eight.
             loaded = row.load(column, halves * length)
             for side in range(halves):
                 registers[(*tile, side, 0)] = mgpu.utils.vector_slice(
@@ -331,7 +332,7 @@ class _Row:
 
 
 def _load_words(address: ir.Value, present: ir.Value | None, count: int) -> ir.Value:
-    """One load of 1 or 4 words, or zeros.
+    """One load of 1, 2 or 4 words, or zeros.
 
     A select after an ordinary load would wait for each before the next is issued. Loads through the
     non-coherent path (ld.global.nc) would be moved past barriers, to where they are used.

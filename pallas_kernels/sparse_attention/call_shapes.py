@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import codecs
 from pallas_kernels.common.codecs import Codec
 from pallas_kernels.common.layer_planes import LayerPlanes
-from pallas_kernels.gpu import devices, mosaic, mosaic_memory
+from pallas_kernels.gpu import devices
+from pallas_kernels.sparse_attention.stored_rows import GROUP, StoredRows
 
-TILE, HEADS, GROUP = 64, 64, 64
-"""Keys of a tile, heads of a CTA, columns that share a scale and are fetched together."""
+TILE, HEADS = 64, 64
+"""Keys of a tile, heads of a CTA."""
 _DECODED = codecs.PlainCodec, codecs.GroupedFP8Codec, codecs.ScaledFP8Codec
 _WHOLE = codecs.WholeFP8Codec, codecs.FP4KeyCodec
 """DeepSeek-V4.1's window and entry, which the Triton kernels decode."""
@@ -42,6 +42,9 @@ class Tiling:
     splits: int
 
 
+SERVES_ENTRIES_APART = True
+"""Whether Mosaic's kernels serve such calls of more than few tokens; False leaves them to
+`triton_turns`."""
 CTA_US, TILE_US = 8.1, 2.4
 """Microseconds of a CTA without keys, and of a tile; an H200's."""
 BYTES_PER_US = 5e6
@@ -68,8 +71,8 @@ def equal_cuts(num_tiles: int, most: int) -> list[int]:
     return sorted({pl.cdiv(num_tiles, pl.cdiv(num_tiles, splits)) for splits in range(1, most + 1)})
 
 
-def wants_triton(ring: LayerPlanes, pool: LayerPlanes | None, *, apart: bool) -> bool:
-    """Whether keys lie as the Triton kernels alone read them: in two layers, or in V4.1's form."""
+def is_apart(ring: LayerPlanes, pool: LayerPlanes | None, *, apart: bool) -> bool:
+    """Whether keys lie in two layers, or in DeepSeek-V4.1's form."""
     return (apart and pool is not None) or isinstance(ring.codec, _WHOLE)
 
 
@@ -134,8 +137,8 @@ class Shapes:
       entries_per_block: EB.
       table_width: LB.
       scale: factor of the logits.
-      codec: how the planes store a vector.
-      planes: their names and lengths, in order.
+      window_form: how the ring and the call's own rows store a vector.
+      entry_form: how the pool does.
       splits: CTAs that share the keys.
       rotated: last columns that the kernel rotates, in whole groups: of the output, if keys are not
         split, and of queries that it norms. 0 where that is left to others.
@@ -151,8 +154,8 @@ class Shapes:
     entries_per_block: int
     table_width: int
     scale: float
-    codec: Codec
-    planes: tuple[tuple[str, int], ...]
+    window_form: StoredRows
+    entry_form: StoredRows
     splits: int = 1
     rotated: int = 0
     query_eps: float | None = None
@@ -160,7 +163,7 @@ class Shapes:
     @property
     def dtype(self) -> Any:
         """Dtype of products."""
-        return product_dtype(self.codec)
+        return self.window_form.dtype
 
     @property
     def heads_of_cta(self) -> int:
@@ -171,6 +174,11 @@ class Shapes:
     def window_tiles(self) -> int:
         """Tiles of a token's window; its entries' come after."""
         return pl.cdiv(self.window, TILE)
+
+    def window_tiles_of(self, split: jax.Array) -> jax.Array:
+        """How many of them a split has, which takes every `splits`-th tile."""
+        tiles = lax.div(self.window_tiles - split + self.splits - 1, self.splits)
+        return jnp.maximum(tiles, 0)
 
     @property
     def num_tiles(self) -> int:
@@ -190,52 +198,3 @@ class Shapes:
         # are the split's.
         mine = lax.div(num_tiles - split + self.splits - 1, self.splits)
         return jnp.clip(mine, 1, self.tiles_per_split)
-
-    def fetch_rows(self, sources, source, index, chunk):
-        """64 stored columns of the named rows."""
-        name, start = self.place(chunk)
-        return mosaic_memory.load_indexed_rows(
-            sources[name], source, index, start=start, width=GROUP
-        )
-
-    def fetch_scales(self, sources, source, index, chunks):
-        """The words of scales that chunks of the named rows need, by plane and number."""
-        words = {word for chunk in chunks if (word := self.scale_word(chunk)) is not None}
-        return {
-            f"{name} {number}": mosaic_memory.load_indexed_words(
-                sources[name], source, index, word=number
-            )
-            for name, number in sorted(words)
-        }
-
-    def place(self, chunk):
-        """Plane and first column in it of columns 64 chunk .. 64 chunk + 63 of a row."""
-        if isinstance(self.codec, codecs.PlainCodec):
-            return "values", chunk * GROUP
-        nope = dict(self.planes)["nope"]
-        start = chunk * GROUP
-        return ("nope", start) if start < nope else ("rope", start - nope)
-
-    def scale_word(self, chunk):
-        """Plane and 32-bit word of the chunk's scale; None where it has none."""
-        if self.place(chunk)[0] != "nope":
-            return None
-        if isinstance(self.codec, codecs.GroupedFP8Codec):
-            return "scale", chunk // 4
-        return "inv_scale", 0
-
-    def decode(self, rows, scales, chunk):
-        """[64, 64] in ROWS layout: a chunk's values."""
-        word = self.scale_word(chunk)
-        if word is None:
-            return rows.astype(self.dtype)
-        scale = scales[f"{word[0]} {word[1]}"]
-        if word[0] == "scale":
-            # UE8M0: the byte of this chunk's group becomes an f32's exponent.
-            scale = ((scale >> (8 * (chunk % 4))) & 255) << 23
-        wide = self.dtype if self.dtype == jnp.float16 else jnp.float32
-        scale = lax.bitcast_convert_type(scale, jnp.float32).astype(wide)
-        scale = plgpu.layout_cast(lax.broadcast_in_dim(scale, rows.shape, [0]), mosaic.ROWS)
-        # [64, 64] codes; a factor for each row, in the layout of the values.
-        codes = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn)
-        return (codes.astype(wide) * scale).astype(self.dtype)

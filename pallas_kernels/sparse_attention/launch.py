@@ -16,6 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common.checks import first_plane
+from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.layer_planes import LayerPlanes
 from pallas_kernels.gpu.devices import Device
 from pallas_kernels.sparse_attention import call_shapes, combine_triton
@@ -23,6 +25,7 @@ from pallas_kernels.sparse_attention.call_shapes import FLOOR, HEADS, LOG2_E, TI
 from pallas_kernels.sparse_attention.loads import Operands, Outputs
 from pallas_kernels.sparse_attention.reference import Arguments, AttentionPart, JoinArguments
 from pallas_kernels.sparse_attention.rope import angles_of, rotated_columns
+from pallas_kernels.sparse_attention.stored_rows import StoredRows
 
 
 def as_bf16(values: jax.Array, dtype: Any) -> jax.Array:
@@ -113,9 +116,10 @@ def _in_whole_tiles(arguments: Arguments) -> _Entries:
 
 def _shapes_of(arguments: Arguments, entries: _Entries) -> Shapes:
     """Sizes of a call that does not split its keys."""
-    ring, names = arguments.ring, _names(arguments)
-    num_slots, window = ring.planes[names[0]].shape[1:3]
-    num_blocks, entries_per_block = entries.pool.planes[names[0]].shape[1:3]
+    ring, pool = arguments.ring, entries.pool
+    num_slots, window = first_plane(ring.planes).shape[1:3]
+    num_blocks, entries_per_block = first_plane(pool.planes).shape[1:3]
+    dtype = call_shapes.product_dtype(ring.codec, pool.codec)
     return Shapes(
         num_heads=arguments.queries.shape[1],
         dim=arguments.queries.shape[2],
@@ -126,8 +130,8 @@ def _shapes_of(arguments: Arguments, entries: _Entries) -> Shapes:
         entries_per_block=entries_per_block,
         table_width=arguments.call.block_table.shape[1],
         scale=arguments.scale,
-        codec=ring.codec,
-        planes=tuple((name, math.prod(ring.planes[name].shape[3:])) for name in names),
+        window_form=_form_of(ring, dtype),
+        entry_form=_form_of(pool, dtype),
     )
 
 
@@ -157,7 +161,7 @@ def _cut(
 
 def _operands(arguments: Arguments, entries: _Entries, shapes: Shapes) -> Operands:
     """The arrays as the kernel reads them: rows of planes, and 16-bit queries of its own dtype."""
-    call, ring, names = arguments.call, arguments.ring, _names(arguments)
+    call, ring, pool = arguments.call, arguments.ring, entries.pool
     queries, selected, sink = arguments.queries, entries.selected, arguments.sink
     angles, frequencies = None, arguments.frequencies
     if frequencies is not None and shapes.rotated:
@@ -177,10 +181,11 @@ def _operands(arguments: Arguments, entries: _Entries, shapes: Shapes) -> Operan
         positions=call.positions,
         lengths=call.lengths,
         layer=ring.layer[None],
+        entry_layer=pool.layer[None] if arguments.apart else None,
         angles=angles,
-        ring={name: _rows_of(ring.planes[name], 3) for name in names},
-        rows={name: _rows_of(arguments.rows[name], 1) for name in names},
-        pool={name: _rows_of(entries.pool.planes[name], 3) for name in names},
+        ring=_rows_of(ring.planes, 3),
+        rows=_rows_of(arguments.rows, 1),
+        pool=_rows_of(pool.planes, 3),
     )
 
 
@@ -216,9 +221,10 @@ def _run(kernel: Kernel, shapes: Shapes, operands: Operands) -> Outputs:
     return out
 
 
-def _names(arguments: Arguments) -> tuple[str, ...]:
-    """Of the planes of an entry, in the order in which a kernel takes them."""
-    return tuple(sorted(arguments.ring.planes))
+def _form_of(stored: LayerPlanes, dtype: Any) -> StoredRows:
+    """How rows of planes [L, n, m, ...] are stored."""
+    sizes = [(name, math.prod(plane.shape[3:])) for name, plane in sorted(stored.planes.items())]
+    return StoredRows(stored.codec, tuple(sizes), dtype)
 
 
 def _add_splits(splits: AttentionPart, num_heads: int) -> AttentionPart:
@@ -234,6 +240,9 @@ def _add_splits(splits: AttentionPart, num_heads: int) -> AttentionPart:
     return AttentionPart(jnp.sum(sums, axis=0), jnp.stack([top, total], axis=1))
 
 
-def _rows_of(plane: jax.Array, lead: int) -> jax.Array:
-    """[..., n], with `lead` leading axes, as [R, n]; n = 1 for a plane of scalars."""
-    return plane.reshape(math.prod(plane.shape[:lead]), -1)
+def _rows_of(planes: Planes, lead: int) -> Planes:
+    """[..., n], with `lead` leading axes, as [R, n] in order of names; n = 1 for scalars."""
+    return {
+        name: plane.reshape(math.prod(plane.shape[:lead]), -1)
+        for name, plane in sorted(planes.items())
+    }

@@ -29,6 +29,7 @@ class Operands(NamedTuple):
       table: i32[B LB, 1].
       visible, segment_ids, slots, positions, lengths: i32[T], as in `CallIndices`.
       layer: i32[1].
+      entry_layer: i32[1] of entries that are apart from the window, or stored otherwise; else None.
       angles: f32[T, 2, rotated], see `rope.angles_of`; None where nothing is rotated.
       ring, rows, pool: planes as [rows, n].
     """
@@ -43,6 +44,7 @@ class Operands(NamedTuple):
     positions: Any
     lengths: Any
     layer: Any
+    entry_layer: Any
     angles: Any
     ring: Mapping[str, Any]
     rows: Mapping[str, Any]

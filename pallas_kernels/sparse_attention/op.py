@@ -43,8 +43,8 @@ def _run_kernel(arguments: Arguments) -> jax.Array:
 
 
 def _run_triton(arguments: Arguments) -> jax.Array:
-    """That of few tokens for a call of few; and for more, where no other kernel would serve it."""
-    if _wants_triton(arguments) and not _is_few(arguments):
+    """That of few tokens, but for more of them where entries are apart from the window."""
+    if _is_apart(arguments) and not _is_few(arguments):
         return triton_turns.sparse_attention(arguments)
     return triton_few.sparse_attention(arguments)
 
@@ -147,7 +147,8 @@ def run[Result](
         obstacle = f"takes queries that are normed and rotated, got {query_eps=}"
     if _wants_triton(arguments) and not (is_triton and Backend.TRITON_GPU in implementations):
         obstacle = (
-            "takes window and entries of one layer and one of V4's codecs, got a pool that is "
+            "takes window and entries of one layer and one of V4's codecs while "
+            "call_shapes.SERVES_ENTRIES_APART is False, got a pool that is "
             f"{'apart' if arguments.apart else 'of that layer'} and {arguments.ring.codec}"
         )
     arrays = {"queries": arguments.queries}
@@ -175,7 +176,11 @@ def _is_few(arguments: Arguments) -> bool:
 
 
 def _wants_triton(arguments: Arguments) -> bool:
-    return call_shapes.wants_triton(arguments.ring, arguments.pool, apart=arguments.apart)
+    return _is_apart(arguments) and not call_shapes.SERVES_ENTRIES_APART
+
+
+def _is_apart(arguments: Arguments) -> bool:
+    return call_shapes.is_apart(arguments.ring, arguments.pool, apart=arguments.apart)
 
 
 def _checked(arguments: Arguments) -> Arguments:

@@ -4,13 +4,12 @@
     logits Q K^T, softmax so far; sums rescaled, then weights times keys added, in registers
     the next tile that is the program's
 
-It serves keys that the Mosaic GPU kernels do not decode: entries in another layer than the window,
-and DeepSeek-V4.1's two formats. A program has up to 32 heads of a token and one split of its keys,
-every `splits`-th tile. Splits are added up by `combine_triton`; a program that has all keys divides
-by the sum of weights itself.
+It serves entries in another layer than the window, and DeepSeek-V4.1's two formats, where the
+Mosaic GPU kernels are told to leave them (`call_shapes.SERVES_ENTRIES_APART`). A program has up to
+32 heads of a token and one split of its keys, every `splits`-th tile. Splits are added up by
+`combine_triton`; a program that has all keys divides by the sum of weights itself.
 
-Bytes: those of the keys, once for each 32 heads. It has run on no card: it is compiled for Hopper
-and Blackwell, and compared in the interpreter.
+Bytes: those of the keys, once for each 32 heads. It is compiled for Blackwell too, without a run.
 Source: deepseek_v4.md section 1.3, step 9, and deepseek_v41.md section 6.
 """
 

@@ -9,7 +9,7 @@ from helpers import attention_cases, slow
 from helpers.inputs import LAYER
 from pallas_kernels import Backend, get_cache_format, sparse_attention
 from pallas_kernels.gpu.devices import H200
-from pallas_kernels.sparse_attention import op, triton_few, triton_turns
+from pallas_kernels.sparse_attention import call_shapes, op, triton_few, triton_turns
 from pallas_kernels.sparse_attention.reference import Arguments
 from pallas_kernels.sparse_attention.triton_keys import KEYS
 
@@ -137,7 +137,8 @@ def test_a_request_gets_the_same_bits_in_any_row_and_any_blocks(lane):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_heads", [8, 64])
-def test_a_gpu_takes_these_kernels_by_itself(num_heads):
+def test_a_gpu_takes_these_kernels_by_itself(monkeypatch, num_heads):
+    monkeypatch.setattr(call_shapes, "SERVES_ENTRIES_APART", False)
     attention_cases._program.cache_clear()  # it may have another test's number of splits
     case = draw(sizes=dataclasses.replace(SIZES, num_heads=num_heads))
     np.testing.assert_array_equal(case.attend(apart=True), attend(case))
@@ -153,11 +154,15 @@ def test_programs_fill_the_card_once(num_tokens, num_heads, splits):
 
 
 def test_what_no_kernel_reads_is_refused_by_name():
-    case = draw()
-    with pytest.raises(NotImplementedError, match=r"got a pool that is apart"):
-        case.attend(backend="mosaic_gpu", apart=True)
     with pytest.raises(NotImplementedError, match=r"FP4 ones beside its windows"):
         attend(draw(entry_codec=get_cache_format("bf16").entry))
+
+
+def test_mosaic_leaves_entries_apart_to_these_kernels_when_told(monkeypatch):
+    monkeypatch.setattr(call_shapes, "SERVES_ENTRIES_APART", False)
+    attention_cases._program.cache_clear()
+    with pytest.raises(NotImplementedError, match=r"got a pool that is apart"):
+        draw().attend(backend="mosaic_gpu", apart=True)
 
 
 def _at_flash_sizes(arguments):
