@@ -129,7 +129,7 @@ def drop_host_pages(engine):
     """What is not on its way is on the disk alone, or gone."""
     tier = engine.loop.host.tier
     for page in tier.pages:
-        if not page.holders:
+        if not page.slab.holders:
             tier.drop(page)
 
 
