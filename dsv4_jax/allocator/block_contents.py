@@ -7,6 +7,7 @@ and compared too, so that a collision is a miss and never a wrong hit.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -40,12 +41,14 @@ class HashedTokens:
       token_ids: i32[n]; nobody changes them.
       salt: sequences of different salts have nothing in common.
       contents: of its first full blocks, as far as somebody has asked for them.
+      parents: key of the prefix before each of them, and one more; b"" is no prefix.
     """
 
     def __init__(self, token_ids: np.ndarray, salt: bytes, block_tokens: int) -> None:
         """Hashes nothing yet."""
         self.token_ids, self.salt = token_ids, salt
         self.contents: list[BlockContent] = []
+        self.parents = [b""]
         self._block_tokens = block_tokens
 
     def __len__(self) -> int:
@@ -62,11 +65,11 @@ class HashedTokens:
         first = len(self.contents)
         end, size = min(first + num_blocks, self.num_blocks), self._block_tokens
         raw = _token_bytes(self.token_ids[first * size : end * size])
-        key, width = self.key_before(first) or _root_key(self.salt), size * 4
-        for start in range(0, len(raw), width):
-            tokens = raw[start : start + width]
-            key = _chain(key, tokens)
-            self.contents.append(BlockContent(key, tokens))
+        key, width = self.parents[first] or _root_key(self.salt), size * 4
+        every = [raw[start : start + width] for start in range(0, len(raw), width)]
+        keys = list(itertools.accumulate(every, _chain, initial=key))[1:]
+        self.contents += map(BlockContent, keys, every)
+        self.parents += keys
         return end == self.num_blocks
 
     def upto(self, num_blocks: int) -> list[BlockContent]:
@@ -78,7 +81,7 @@ class HashedTokens:
 
     def key_before(self, number: int) -> bytes:
         """Key of the prefix before a block, once its contents are there; b"" is no prefix."""
-        return self.contents[number - 1].key if number else b""
+        return self.parents[number]
 
 
 _HASHED_TOGETHER = 16

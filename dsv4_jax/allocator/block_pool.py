@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dsv4_jax.allocator.leaving import Room
 from dsv4_jax.allocator.prefix_tree import PrefixNode, PrefixTree
 
 
@@ -74,6 +75,18 @@ class BlockPool:
             for part, free in enumerate(self.free_of_part)
         ]
 
+    def missing(self, first: int, count: int) -> int:
+        """Blocks of cached prefixes that have to give way, at least, for a request to take blocks.
+
+        Args:
+          first: the first one's number in the request.
+          count: how many.
+        """
+        parts = len(self.free_of_part)
+        wanted = [(count + parts - 1 - (part - first) % parts) // parts for part in range(parts)]
+        every = zip(wanted, self.free_of_part, self._tree.unused_of_part, strict=True)
+        return sum(min(max(num - len(free), 0), unused) for num, free, unused in every)
+
     def has_beside(self, logical: int, num_blocks: int) -> bool:
         """Whether the b-th block of a sequence can be taken, and so many be left of all."""
         part = logical % len(self.free_of_part)
@@ -103,6 +116,31 @@ class BlockPool:
         self.generations[block] += 1
         return block
 
+    def take_many(self, logical: int, count: int, beside: int) -> list[int]:
+        """Blocks for one owner, of a request from its b-th on, as `take` gives one.
+
+        They are fewer where none is left of the part of the next one, or no more than `beside` are
+        free of all.
+        """
+        blocks, parts = list[int](), len(self.free_of_part)
+        if parts > 1:
+            while len(blocks) < count and self.has_beside(logical + len(blocks), beside):
+                blocks.append(self.take(logical + len(blocks)))
+            return blocks
+        (free,) = self.free_of_part
+        count = max(min(count, self.num_free - beside), 0)
+        while len(blocks) < count:
+            if not free:
+                self.evict(count - len(blocks))
+                free.reverse()  # in the order in which they gave way
+            some = min(count - len(blocks), len(free))
+            blocks += free[: -some - 1 : -1]
+            del free[-some:]
+        if blocks:
+            self.owners[blocks] = 1
+            self.generations[blocks] += 1
+        return blocks
+
     def hold(self, block: int) -> int:
         """One more owner of a block that has some."""
         assert self.owners[block] > 0
@@ -118,9 +156,13 @@ class BlockPool:
         """One owner less of each of blocks i32[n], none twice; the last one is free first."""
         assert (self.owners[blocks] > 0).all()
         self.owners[blocks] -= 1
-        for block in blocks[self.owners[blocks] == 0][::-1].tolist():
+        freed = blocks[self.owners[blocks] == 0][::-1].tolist()
+        self.freed.update(freed)
+        if len(self.free_of_part) == 1:
+            self.free_of_part[0] += freed
+            return
+        for block in freed:
             self.free_of_part[block // self._size].append(block)
-            self.freed.add(block)
 
     def drop(self, block: int) -> None:
         """One owner less; a block without any is free."""
@@ -130,10 +172,14 @@ class BlockPool:
             self.free_of_part[block // self._size].append(block)
             self.freed.add(block)
 
-    def evict(self, num_blocks: int) -> int:
-        """Frees up to so many blocks of cached prefixes, least recently used first."""
-        count = min(num_blocks, self._tree.num_unused)
-        for _ in range(count):
-            self.drop(self._tree.evict().block)
-        self.num_evicted += count
-        return count
+    def evict(self, num_blocks: int, room: Room | None = None) -> int:
+        """Frees up to so many blocks of cached prefixes, least recently used first.
+
+        None is freed that would not fit into `room`; None is as many as are asked for.
+        """
+        count = max(min(num_blocks, self._tree.num_unused), 0)
+        gone = [node.block for node in self._tree.evict_many(count, room)]
+        if gone:
+            self.drop_all(np.array(gone[::-1], np.int32))
+        self.num_evicted += len(gone)
+        return len(gone)

@@ -74,6 +74,13 @@ class DataShards:
         return self._num_slots * len(self.managers)
 
     @property
+    def num_evicted(self) -> tuple[int, int]:
+        """Blocks and snapshots that have given way so far, of all shards."""
+        trees = [manager.prefixes.tree for manager in self.managers]
+        blocks = sum(manager.num_evicted for manager in self.managers)
+        return blocks, sum(tree.num_evicted_snapshots for tree in trees)
+
+    @property
     def length_tokens(self) -> np.ndarray:
         """i32[shards * NS], tokens of each slot's request."""
         return np.concatenate([manager.length_tokens for manager in self.managers])

@@ -13,19 +13,22 @@ import collections
 import concurrent.futures
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsv4_jax.allocator.block_contents import BlockContent
-from dsv4_jax.allocator.prefix_tree import Leaving
+from dsv4_jax.allocator.block_contents import BlockContent, HashedTokens
+from dsv4_jax.allocator.leaving import Leaving
 from dsv4_jax.allocator.problem import Problem
 from dsv4_jax.cache.row_sums import as_number, sum_of_row
 
+_KEY = operator.itemgetter(0)
+"""Of a `BlockContent`."""
 
-@dataclasses.dataclass(eq=False, slots=True)
-class Page:
+
+class Page(NamedTuple):
     """One block or snapshot.
 
     Attributes:
@@ -66,6 +69,8 @@ class Slab:
       of: "blocks" or "snapshots".
       row_bytes: m, of one page.
       pages: n, in order of rows; those that were dropped are left out.
+      contents: of all rows.
+      parents: the same.
       num_bytes: of the data, until the last page has gone.
       data: u8[n, m], rows as `cache/packed_rows.py` lays them out, in whatever memory its filler
         chose; None until it is filled.
@@ -78,6 +83,8 @@ class Slab:
     row_bytes: int
     pages: list[Page]
     num_bytes: int
+    contents: list[BlockContent] = dataclasses.field(default_factory=list)
+    parents: list[bytes] = dataclasses.field(default_factory=list)
     data: Any = None
     sums: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.uint32))
     filling: concurrent.futures.Future[None] | None = None
@@ -142,6 +149,40 @@ class HostTier:
             return None
         return page
 
+    def find_blocks(self, tokens: HashedTokens, start: int, stop: int) -> list[Page]:
+        """Pages of blocks `start` to `stop` of a sequence, which is hashed so far.
+
+        They end at the first that is not there. Whole slabs are compared at once.
+        """
+        contents, parents, found = tokens.contents, tokens.parents, list[Page]()
+        while start < stop:
+            page = self.find("blocks", contents[start], parents[start])
+            if page is None:
+                break
+            slab, row = page.slab, page.row
+            count = min(slab.num_rows - row, stop - start)
+            is_whole = len(slab.pages) == slab.num_rows
+            is_whole &= slab.contents[row : row + count] == contents[start : start + count]
+            if is_whole and slab.parents[row : row + count] == parents[start : start + count]:
+                found += slab.pages[row : row + count]
+                start += count
+            else:
+                found.append(page)
+                start += 1
+        return found
+
+    def which(self, of: str, keys: Sequence[bytes]) -> list[int]:
+        """Numbers of those keys that pages have, whatever their tokens are."""
+        pages = self._pages[of]
+        if pages.keys().isdisjoint(keys):
+            return []
+        return [number for number, key in enumerate(keys) if key in pages]
+
+    def lacking(self, of: str, rows: Sequence[Leaving]) -> list[Leaving]:
+        """Those of which no page has the key."""
+        pages = self._pages[of]
+        return [one for one in rows if one.content.key not in pages]
+
     def get(self, of: str, key: bytes) -> Page | None:
         """The page of that key, whatever its tokens are."""
         return self._pages[of].get(key)
@@ -164,23 +205,24 @@ class HostTier:
         num_bytes = row_bytes * len(rows)
         if not self._make_room(num_bytes):
             return None
-        slab = Slab(of, row_bytes, [], num_bytes, holders=1)
-        slab.pages = [
-            Page(slab, row, one.content, one.parent, one.end) for row, one in enumerate(rows)
-        ]
-        self._pages[of].update({page.content.key: page for page in slab.pages})
+        _, _, contents, parents, ends = map(list, zip(*rows, strict=True))
+        slab = Slab(of, row_bytes, [], num_bytes, contents, parents, holders=1)
+        fields = itertools.repeat(slab), range(len(rows)), contents, parents, ends
+        slab.pages = list(map(Page, *fields))
+        self._pages[of].update(zip(map(_KEY, contents), slab.pages, strict=True))
         self._slabs[slab] = None
         self.num_bytes += num_bytes
         return slab
 
     def use(self, keys: Iterable[tuple[str, bytes]]) -> None:
         """Pages of these keys, where they are there, are the last used, the last one last."""
-        used: dict[Slab, None] = {}
+        used, last, pages = dict[Slab, None](), None, self._pages
         for of, key in keys:
-            page = self._pages[of].get(key)
-            if page is not None and next(reversed(used), None) is not page.slab:
-                used.pop(page.slab, None)
-                used[page.slab] = None
+            page = pages[of].get(key)
+            if page is not None and last is not page[0]:
+                last = page[0]
+                used.pop(last, None)
+                used[last] = None
         for slab in used:
             self._slabs.move_to_end(slab)
 

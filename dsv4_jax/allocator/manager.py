@@ -9,6 +9,7 @@ import numpy as np
 from dsv4_jax import checks
 from dsv4_jax.allocator.block_contents import HashedTokens
 from dsv4_jax.allocator.block_pool import BlockPool
+from dsv4_jax.allocator.leaving import Room
 from dsv4_jax.allocator.ledger import Ledger
 from dsv4_jax.allocator.pending_changes import PendingChanges
 from dsv4_jax.allocator.pool_plan import PoolPlan, plan_pools
@@ -275,17 +276,17 @@ class KVCacheManager:
         full_blocks = self.block_table[slot, : length // self.plan.block_tokens]
         self.prefixes.share(slot, full_blocks, token_ids)
 
-    def evict(self, num_blocks: int) -> int:
+    def evict(self, num_blocks: int, room: Room | None = None) -> int:
         """Frees up to so many blocks of cached prefixes, least recently used first.
 
         Returns:
-          How many were freed.
+          How many were freed; none that would not fit into `room`, where that is given.
 
         Raises:
           ValueError: the number is negative.
         """
         num_blocks = checks.integer("num_blocks", num_blocks, 0, rule="0 or more")
-        return self._blocks.evict(num_blocks)
+        return self._blocks.evict(num_blocks, room)
 
     @property
     def moves_arrays(self) -> bool:
@@ -357,7 +358,6 @@ class KVCacheManager:
         return acquire(cache, cache.index(step_input), layer_idx=layer_idx)
 
     def _check_free(self, held: int, needed: int, chain: Sequence[PrefixNode] = ()) -> None:
-        """Refuses blocks `held` to `needed` of a request that are not free beside a prefix."""
         if needed > held and (shortage := self._blocks.shortage(chain, held, needed)):
             raise NoRoomError(
                 f"{needed - held} blocks of {self.plan.block_tokens} tokens are needed and "

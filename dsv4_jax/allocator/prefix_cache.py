@@ -174,6 +174,10 @@ class PrefixCache:
             self.tree.use(node)
             prefix.chain.append(node)
 
+    def blocks_missing(self, first: int, count: int) -> int:
+        """Known blocks that have to give way, at least, for so many from the b-th of a request."""
+        return self._blocks.missing(first, count)
+
     def begin_snapshot(self) -> int:
         """A place in the store for a step to write; -1 if there is none.
 
@@ -234,22 +238,19 @@ class PrefixCache:
           another's, or no block is free beside one for each admitted request, which may need it
           meanwhile.
         """
-        tree, blocks, first = self.tree, self._blocks, len(chain)
-        rows: list[int] = []
-        parent = chain[-1] if chain else None
-        for logical, content in enumerate(contents, first):
-            node, row = tree.find_child(parent, content), -1
-            if node is not None:
-                tree.use(node)
-            elif not tree.has(content.key) and blocks.has_beside(logical, len(self._requests)):
-                row = blocks.take(logical)
-                node = tree.insert_used(parent, content, row)
+        tree, num_known = self.tree, 0
+        while num_known < len(contents):
+            node = tree.find_child(chain[-1] if chain else None, contents[num_known])
             if node is None:
                 break
+            tree.use(node)
             chain.append(node)
-            rows.append(row)
-            parent = node
-        return rows
+            num_known += 1
+        new = contents[num_known:]
+        count = next((n for n, content in enumerate(new) if tree.has(content.key)), len(new))
+        rows = self._blocks.take_many(len(chain), count, len(self._requests))
+        tree.insert_used(chain, new[: len(rows)], rows)
+        return [-1] * num_known + rows
 
     def drop_snapshot(self, place: int) -> None:
         """Gives back a place that no step has written."""

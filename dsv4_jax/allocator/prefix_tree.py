@@ -14,12 +14,12 @@ import dataclasses
 import heapq
 import itertools
 import weakref
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from dsv4_jax.allocator.block_contents import BlockContent, HashedTokens
+from dsv4_jax.allocator.leaving import Leaving, Room
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -29,7 +29,7 @@ class PrefixNode:
     Attributes:
       key: hash of the prefix up to the end of this block.
       parent: the block before; None for a first one.
-      tokens: i32 ids of this block, as bytes.
+      content: the key, and i32 ids of this block, as bytes.
       block: physical block that holds its entries.
       end: tokens of the prefix up to the end of this block.
       users: requests that start with this prefix; at most those of the parent.
@@ -45,7 +45,7 @@ class PrefixNode:
 
     key: bytes
     parent: PrefixNode | None
-    tokens: bytes
+    content: BlockContent
     block: int
     end: int
     users: int = 0
@@ -57,30 +57,14 @@ class PrefixNode:
     snapshot_holds: int = 0
     must_follow: int = 0
 
+    def leaving(self, of: str) -> Leaving:
+        """Its block or snapshot, which has not left yet."""
+        row, parent = self.block if of == "blocks" else self.snapshot, self.parent
+        return Leaving(of, row, self.content, parent.key if parent else b"", self.end)
 
-class Leaving(NamedTuple):
-    """A block or a snapshot that has left the tree, and whose row is still what it was.
 
-    Attributes:
-      of: "blocks" or "snapshots".
-      row: the block, or the place in the store.
-      content: key and tokens of its node.
-      parent: key of the prefix before the node's block; b"" is no prefix.
-      end: tokens of the prefix up to the end of that block.
-    """
-
-    of: str
-    row: int
-    content: BlockContent
-    parent: bytes
-    end: int
-
-    @classmethod
-    def of_node(cls, of: str, node: PrefixNode) -> Leaving:
-        """A node's block or snapshot, which has not left yet."""
-        row = node.block if of == "blocks" else node.snapshot
-        parent = b"" if node.parent is None else node.parent.key
-        return cls(of, row, BlockContent(node.key, node.tokens), parent, node.end)
+type _Leaf = tuple[bool, int, int, PrefixNode]
+"""Whether it resumes, when it was last used, a number that is no other's, and a node."""
 
 
 class PrefixTree:
@@ -187,14 +171,25 @@ class PrefixTree:
             chain.append(node)
         return chain[:num_blocks]
 
+    def add_match(self, tokens: HashedTokens, chain: Sequence[PrefixNode]) -> None:
+        """Says that a sequence starts with these nodes, all of which somebody uses."""
+        known = self._matched.setdefault(tokens, [])
+        while known and not known[-1].is_kept:
+            known.pop()
+        known += chain[len(known) :]
+
     def has(self, key: bytes) -> bool:
         """Whether a node has that key, whatever its tokens are."""
         return key in self._nodes
 
+    def get(self, key: bytes) -> PrefixNode | None:
+        """The node of that key, whatever its tokens are."""
+        return self._nodes.get(key)
+
     def find_child(self, parent: PrefixNode | None, content: BlockContent) -> PrefixNode | None:
         """The node of one more block after `parent`, if the tree has it."""
         node = self._nodes.get(content.key)
-        if node is None or node.tokens != content.tokens or node.parent is not parent:
+        if node is None or node.content.tokens != content.tokens or node.parent is not parent:
             return None
         return node
 
@@ -210,16 +205,32 @@ class PrefixTree:
         return node
 
     def insert_used(
-        self, parent: PrefixNode | None, content: BlockContent, block: int
-    ) -> PrefixNode:
-        """`insert` and `use`, of a key that is not there."""
-        return self._insert(parent, content, block, 1)
+        self, chain: list[PrefixNode], contents: Sequence[BlockContent], blocks: Sequence[int]
+    ) -> None:
+        """Adds blocks, of keys that are not there, behind a prefix, each with one user.
+
+        Args:
+          chain: nodes of the prefix; the new ones are added.
+          contents: of each block.
+          blocks: as many.
+        """
+        parent, size, first = chain[-1] if chain else None, self.block_tokens, len(chain)
+        end, nodes, clock = len(chain) * size, self._nodes, self._clock
+        for content, block in zip(contents, blocks, strict=True):
+            end += size
+            node = PrefixNode(content.key, parent, content, block, end, 1, 1, -1, next(clock))
+            nodes[content.key] = parent = node
+            chain.append(node)
+        if len(chain) > first:
+            chain[-1].num_children = 0
+            if first:
+                chain[first - 1].num_children += 1
 
     def _insert(
         self, parent: PrefixNode | None, content: BlockContent, block: int, users: int
     ) -> PrefixNode:
         end = (parent.end if parent else 0) + self.block_tokens
-        node = PrefixNode(content.key, parent, content.tokens, block, end, users)
+        node = PrefixNode(content.key, parent, content, block, end, users)
         self._nodes[content.key] = node
         if parent is not None:
             parent.num_children += 1
@@ -254,20 +265,50 @@ class PrefixTree:
             self.unused += left
 
     def evict(self) -> PrefixNode:
-        """Takes the least recently used leaf without a user out; there must be one.
+        """Takes the least recently used leaf without a user out; there must be one."""
+        return self.evict_many(1)[0]
+
+    def evict_many(self, count: int, room: Room | None = None) -> list[PrefixNode]:
+        """Takes leaves without a user out, one after the other, the least recently used first.
 
         A leaf that cannot be resumed at leads nowhere and goes before any that can.
+
+        Args:
+          count: how many; so many nodes have no user.
+          room: what may leave, at most, with what each takes; None is all.
         """
-        node = self._pop_oldest_leaf()
-        self.drop_snapshot(node)
-        self._note("blocks", node)
-        node.is_kept = False
-        del self._nodes[node.key]
-        self.unused_of_part[self.part_of(node)] -= 1
-        if node.parent is not None:
-            node.parent.num_children -= 1
-            self._offer(node.parent)
-        return node
+        leaves, nodes, clock = self._leaves, self._nodes, self._clock
+        left, following, gone = room.num_bytes if room else 0, None, list[PrefixNode]()
+        while len(gone) < count:
+            # What is offered now is most often what goes next.
+            entry = heapq.heappushpop(leaves, following) if following else heapq.heappop(leaves)
+            following = None
+            if not _is_current(entry):
+                continue
+            node = entry[3]
+            if room:
+                left -= room.block_bytes + (node.snapshot >= 0) * room.snapshot_bytes
+                if left < 0:
+                    following = entry
+                    break
+            if node.snapshot >= 0:
+                self.drop_snapshot(node)
+            node.is_kept = False
+            del nodes[node.key]
+            gone.append(node)
+            parent = node.parent
+            if parent is not None:
+                parent.num_children -= 1
+                if not parent.num_children and not parent.users:
+                    following = (parent.snapshot >= 0, parent.last_used, next(clock), parent)
+            if self.leaving is not None:
+                self.leaving.append(node.leaving("blocks"))
+        if following is not None:
+            heapq.heappush(leaves, following)
+        for node in gone:
+            self.unused_of_part[self.part_of(node)] -= 1
+        self._drop_stale_leaves()
+        return gone
 
     def take_snapshot_place(self) -> int:
         """A place in the store, taken from the least recently used snapshot if none is free.
@@ -316,29 +357,24 @@ class PrefixTree:
 
     def _note(self, of: str, node: PrefixNode) -> None:
         if self.leaving is not None:
-            self.leaving.append(Leaving.of_node(of, node))
-
-    def _pop_oldest_leaf(self) -> PrefixNode:
-        """The leaf that goes next, off the list; entries that no longer hold are dropped."""
-        while True:
-            resumable, last_used, _, node = heapq.heappop(self._leaves)
-            is_current = (resumable, last_used) == (node.snapshot >= 0, node.last_used)
-            if node.is_kept and not node.users and not node.num_children and is_current:
-                return node
+            self.leaving.append(node.leaving(of))
 
     def _offer(self, node: PrefixNode) -> None:
         """Lists a node for eviction, if it may go; entries that no longer hold are skipped."""
         if node.is_kept and not node.users and not node.num_children:
             entry = (node.snapshot >= 0, node.last_used, next(self._clock), node)
             heapq.heappush(self._leaves, entry)
+        self._drop_stale_leaves()
+
+    def _drop_stale_leaves(self) -> None:
         if len(self._leaves) > 64 + 4 * len(self._nodes):
-            fresh = {
-                id(node): (resumable, last_used, order, node)
-                for resumable, last_used, order, node in self._leaves
-                if node.is_kept
-                and (resumable, last_used) == (node.snapshot >= 0, node.last_used)
-                and not node.users
-                and not node.num_children
-            }
+            fresh = {id(entry[3]): entry for entry in self._leaves if _is_current(entry)}
             self._leaves = list(fresh.values())
             heapq.heapify(self._leaves)
+
+
+def _is_current(entry: _Leaf) -> bool:
+    """Whether a node may go, and is listed as what it is."""
+    node = entry[3]
+    is_leaf = node.is_kept and not node.users and not node.num_children
+    return is_leaf and entry[1] == node.last_used and entry[0] == (node.snapshot >= 0)

@@ -31,8 +31,8 @@ from dsv4_jax.cli.memory import Loading, check_engine_memory
 from dsv4_jax.cli.values import whole
 from dsv4_jax.progress import Progress
 from dsv4_jax.serving.engine import Engine
-from dsv4_jax.serving.loop import CacheError
 from dsv4_jax.serving.options import EngineOptions
+from dsv4_jax.serving.requests.calls import CacheError
 from dsv4_jax.serving.requests.request import Completion
 from pallas_kernels.common.formats import CACHE_FORMATS
 from pallas_kernels.common.weights import is_quantized

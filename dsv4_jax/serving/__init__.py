@@ -34,12 +34,12 @@ from dsv4_jax.serving.asynchronous.feed import (
     SlowReaderError,
 )
 from dsv4_jax.serving.engine import Engine
-from dsv4_jax.serving.loop import CacheError
 from dsv4_jax.serving.metrics.histogram import Histogram
 from dsv4_jax.serving.metrics.metrics import Metrics
 from dsv4_jax.serving.metrics.prometheus import MetricsCollector
 from dsv4_jax.serving.options import EngineOptions
 from dsv4_jax.serving.requests.cached_request import CachedRequest
+from dsv4_jax.serving.requests.calls import CacheError
 from dsv4_jax.serving.requests.request import Completion, Token, TokenLogprobs
 from dsv4_jax.serving.requests.token_stream import TokenStream
 from dsv4_jax.step.grammar import Grammar

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,7 +18,7 @@ from dsv4_jax.serving.device.runner import StepRunner
 from dsv4_jax.serving.device.step_result import StepResult
 from dsv4_jax.serving.metrics.metrics import Gauges, Metrics, idle_gauges, shard_gauges
 from dsv4_jax.serving.requests.cached_rows import CachedRows
-from dsv4_jax.serving.requests.calls import UndoLog
+from dsv4_jax.serving.requests.calls import CacheError, UndoLog
 from dsv4_jax.serving.requests.request import DrawError, Request, Token
 from dsv4_jax.serving.requests.token_texts import TokenTexts
 from dsv4_jax.serving.schedule.appended import count_appended
@@ -30,10 +31,6 @@ from dsv4_jax.serving.schedule.running import Running
 from dsv4_jax.serving.schedule.step_boundaries import find_crossed, find_reached, keep_written
 from dsv4_jax.serving.schedule.step_plans import make_plan, note_rests
 from dsv4_jax.serving.sizing import EnginePlan
-
-
-class CacheError(RuntimeError):
-    """The verifier found a problem in the cache; the message lists what."""
 
 
 class ServingLoop:
@@ -81,17 +78,14 @@ class ServingLoop:
           undo: where the change in progress saves what it changes of requests.
           clock: seconds, of all times that are told or learned.
         """
-        self.runner = runner
-        self.metrics = metrics
-        self.clock = clock
+        self.runner, self.metrics, self.clock = runner, metrics, clock
         self.pace = Pace(plan, metrics)
-        self._plan, self._options = plan, plan.options
-        self.texts, self._undo = texts, undo
+        self._plan, self._options, self.texts, self._undo = plan, plan.options, texts, undo
         self._seals: Seals | tuple[Seals, ...] | None = None
-        self._evicted_before = (0, 0)
+        self._evicted_before, self._returns = (0, 0), True
         self.alone: Request | None = None
-        self._returns = True
         self.flight: Flight[StepResult] | None = None
+        self._reading: Flight[StepResult] | None = None  # beside that one
         self.host: HostCopies | None = None
         self.queue = RequestQueue(
             self._new_shards(),
@@ -139,17 +133,16 @@ class ServingLoop:
 
     def gauges(self, compiles: int, *, is_lost: bool) -> Gauges:
         """What holds now; where it `is_lost` since a call raised, all wait and nothing is held."""
-        queue, unit_bytes = self.queue, self.runner.unit_bytes
+        unit_bytes, counts = self.runner.unit_bytes, {"running": len(self.queue.running)}
         shards = [shard_gauges(manager, unit_bytes) for manager in self.shards.managers]
-        running, waiting = len(queue.running), len(queue.waiting)
         if is_lost:
             shards = [idle_gauges(self.runner.plan, unit_bytes)] * len(shards)
-            running, waiting = 0, self.metrics.unfinished
-        return Gauges.of(shards, compiles=compiles, running=running, waiting=waiting)
+            counts = {"running": 0, "waiting": self.metrics.unfinished}
+        return Gauges.of(shards, compiles=compiles, **{"waiting": len(self.queue.waiting)} | counts)
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Everything is empty, and the unfinished requests wait, as they are."""
-        self.flight = None
+        self.flight = self._reading = None
         self._evicted_before = (self.metrics.evicted_blocks, self.metrics.evicted_snapshots)
         self.runner.rebuild()
         self.queue.restart(self._new_shards(), requests)
@@ -171,14 +164,14 @@ class ServingLoop:
             return []
         following, was_read = None, flight.result is not None
         if self._plan.overlap and alone is None and not was_read:
-            outlook = self._look_ahead(flight)
             try:
+                outlook = self._look_ahead(flight)
                 following = None if outlook is None else self._launch(outlook, flight)
             except DrawError as error:  # nothing was launched
                 self._fail(error)
         self.flight = following
         if not was_read:
-            self._read(flight, following)
+            self._read(flight, following, works=True)
         tokens = self._give(flight)
         if following is not None and following.read is None:
             self._launch_draws(following)
@@ -196,7 +189,7 @@ class ServingLoop:
         Its tokens are drawn with the next `step`: until then requests are what they were.
         """
         if self.flight is not None and self.flight.result is None:
-            self._read(self.flight, None)
+            self._read(self.flight, None, works=False)
 
     def verify(self) -> Report:
         """Checks the whole cache, against the last check too; see `verify_cache`."""
@@ -210,15 +203,16 @@ class ServingLoop:
         runner = self.runner
         kinds = {"cache_format": runner.cache_format, "poison": self._options.debug}
         shards = DataShards.planned(self._plan.data_shards, runner.config, runner.plan, **kinds)
-        calls = {"apply": lambda: self.tell(self.flight), "clock": self.clock}
-        calls |= {"metrics": self.metrics}
+        calls = {"apply": lambda: self.tell(self.flight, self._reading)}
+        calls |= {"clock": self.clock, "metrics": self.metrics}
         self.host = make_host_copies(self._plan, runner.devices, shards, self.host, **calls)
         return shards
 
-    def tell(self, flight: Flight | None) -> None:
-        """Tells the devices what has changed, beside a step in flight; what gives way is copied."""
+    def tell(self, *flights: Flight | None) -> None:
+        """Tells the devices what has changed, beside steps in flight; what gives way is copied."""
         self._keep_evicted()
-        self.runner.apply(self.queue.shards, () if flight is None else flight.slots)
+        slots = [one.slots for one in flights if one is not None]
+        self.runner.apply(self.queue.shards, np.concatenate(slots) if slots else ())
 
     def _keep_evicted(self) -> None:
         """What gave way is copied to the host, if that keeps it, before anything writes there."""
@@ -321,9 +315,17 @@ class ServingLoop:
             except DrawError as error:
                 self._fail(error)
 
-    def _read(self, flight: Flight[StepResult], following: Flight | None) -> None:
-        """Reads a step, counts what it did, and shares full blocks; `following` runs already."""
+    def _read(self, flight: Flight[StepResult], following: Flight | None, *, works: bool) -> None:
+        """Reads a step, counts what it did, and shares full blocks; `following` runs already.
+
+        Until the devices have made it the host `works` for who waits.
+        """
         waited_from_s = self.clock()
+        if works and self.queue.waiting:
+            back = int(following is not None and following.read is not None)
+            self._reading = flight
+            self.queue.work(functools.partial(self.runner.devices.is_ready, back))
+            self._reading = None
         assert flight.read is not None, "its draws are launched by the step before"
         result = flight.read()
         flight.read_s = self.clock()
@@ -341,9 +343,9 @@ class ServingLoop:
         """Hands out the tokens of a step that has been read."""
         result, drawing = flight.result, (flight.alive & flight.rows.draws).nonzero()[0]
         assert result is not None
-        places, slots = flight.places[drawing], flight.rows.slots[drawing]
-        drawn = (result, flight.read_s)
-        hand_out = HandOut(flight.running, places, slots, *drawn, self.metrics, self._undo)
+        slots, drawn = flight.rows.slots[drawing], (result, flight.read_s)
+        rows = flight.running, flight.places[drawing], slots
+        hand_out = HandOut(*rows, *drawn, self.metrics, self._undo)
         if not self._returns:
             hand_out.note_unreturned()
         tokens = hand_out.run(self.texts)
@@ -393,8 +395,6 @@ class ServingLoop:
 
     def _count_evicted(self) -> None:
         """Blocks and snapshots, those of managers that were lost included."""
-        blocks, snapshots = self._evicted_before
-        for manager in self.queue.shards.managers:
-            blocks += manager.num_evicted
-            snapshots += manager.prefixes.tree.num_evicted_snapshots
-        self.metrics.evicted_blocks, self.metrics.evicted_snapshots = blocks, snapshots
+        now, before = self.queue.shards.num_evicted, self._evicted_before
+        self.metrics.evicted_blocks = before[0] + now[0]
+        self.metrics.evicted_snapshots = before[1] + now[1]

@@ -251,6 +251,10 @@ class EngineArrays:
             self._hosts.waits()
         return read(self.unread[-1 - back])
 
+    def is_ready(self, back: int) -> bool:
+        """Whether `read` would not wait."""
+        return all(leaf.is_ready() for leaf in jax.tree.leaves(self.unread[-1 - back]))
+
     @every_process
     def save(self, step_input: StepInput, plan: SnapshotPlan) -> None:
         """`save_reached`."""

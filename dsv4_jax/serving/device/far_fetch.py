@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
-from dsv4_jax.allocator.block_contents import BlockContent, HashedTokens
+from dsv4_jax.allocator.block_contents import HashedTokens
 from dsv4_jax.allocator.host_tier import Slab
 from dsv4_jax.allocator.prefix_cache import PrefixCache
 from dsv4_jax.allocator.prefix_tree import PrefixNode
 from dsv4_jax.serving.device.far_pages import AnyPage, FarRun
+from dsv4_jax.serving.device.far_places import FarPlaces
 from dsv4_jax.serving.requests.request import Request
-
-type Find = Callable[[str, BlockContent, bytes], AnyPage | None]
-"""(of, content, parent) -> where that page lies; None is nowhere."""
 
 
 class FarSearch:
@@ -40,22 +37,17 @@ class FarSearch:
         self.length = resumable
         self.snapshot: AnyPage | None = None
 
-    def go_on(self, find: Find, count: int) -> bool:
+    def go_on(self, places: FarPlaces, count: int) -> bool:
         """Looks for so many further blocks; whether it has ended."""
-        end = min(self._number + count, self._most)
-        contents = self._tokens.upto(end)
-        parent = self._tokens.key_before(self._number)
-        for number in range(self._number, end):
-            content = contents[number]
-            if number >= self.num_known:
-                page = find("blocks", content, parent)
-                if page is None:
-                    self._number = self._most = number
-                    return True
-                self.blocks.append(page)
-            if snapshot := find("snapshots", content, parent):
-                self.length, self.snapshot = number + 1, snapshot
-            parent = content.key
+        start, end = self._number, min(self._number + count, self._most)
+        self._tokens.upto(end)
+        first = min(max(start, self.num_known), end)
+        pages = places.find_blocks(self._tokens, first, end)
+        self.blocks += pages
+        if first + len(pages) < end:
+            end = self._most = first + len(pages)
+        if snapshot := places.find_snapshot(self._tokens, start, end):
+            self.length, self.snapshot = snapshot[0] + 1, snapshot[1]
         self._number = end
         return end == self._most
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +31,10 @@ class FilePage(NamedTuple):
     num_bytes: int
     file: StoredPage
 
+    @property
+    def slab(self) -> None:
+        """It lies in none."""
+
 
 type AnyPage = Page | FilePage
 
@@ -46,6 +52,7 @@ class FarRun:
       pages: n of them.
       places: i32[n], the row of the array that each comes in.
       slabs: those that come first.
+      files: the pages that come from the disk, behind those.
       packed: what brings them; None until it is their turn.
     """
 
@@ -53,40 +60,70 @@ class FarRun:
     pages: list[AnyPage]
     places: np.ndarray
     slabs: list[Slab]
+    files: list[FilePage]
     packed: concurrent.futures.Future[jax.Array] | None = None
-
-    @property
-    def files(self) -> list[FilePage]:
-        """Pages from the disk."""
-        return [page for page in self.pages if isinstance(page, FilePage)]
 
 
 def runs_of(of: str, pages: Sequence[AnyPage], row_bytes: int) -> list[FarRun]:
     """Runs that bring pages of one kind, in order, each within the size of a copy."""
-    most, runs = run_sizes(row_bytes)[-1], []
-    start, num_files, offsets, rows = 0, 0, dict[Slab, int](), 0
-    for number, page in enumerate(pages):
-        slab = page.slab if isinstance(page, Page) else None
-        more = 1 if slab is None else 0 if slab in offsets else slab.num_rows
-        if rows + num_files + more > most:
-            runs.append(_run(of, pages[start:number], offsets, rows))
-            start, num_files, offsets, rows = number, 0, {}, 0
-        if slab is None:
-            num_files += 1
-        elif slab not in offsets:
-            offsets[slab], rows = rows, rows + slab.num_rows
-    return [*runs, _run(of, pages[start:], offsets, rows)] if pages else runs
+    most, runs, run = run_sizes(row_bytes)[-1], list[FarRun](), _Building(of)
+    for slab, found in itertools.groupby(pages, operator.attrgetter("slab")):
+        group = list(found)
+        if slab is not None:
+            if slab not in run.offsets and run.num_rows + slab.num_rows > most:
+                runs.append(run.end())
+                run = _Building(of)
+            run.add_slab(slab, group)
+            continue
+        while group:
+            free = most - run.num_rows
+            run.add_files(group[:free])
+            group = group[free:]
+            if group:
+                runs.append(run.end())
+                run = _Building(of)
+    return [*runs, run.end()] if pages else runs
 
 
-def _run(of: str, pages: Sequence[AnyPage], offsets: dict[Slab, int], rows: int) -> FarRun:
-    places = []
-    for page in pages:
-        if isinstance(page, Page):
-            places.append(offsets[page.slab] + page.row)
-        else:
-            places.append(rows)
-            rows += 1
-    return FarRun(of, list(pages), np.array(places, np.int32), list(offsets))
+class _Building:
+    """A run to which pages are added; rows of slabs come before those of files.
+
+    Attributes:
+      offsets: rows before each slab.
+      num_rows: of slabs, and of files.
+    """
+
+    def __init__(self, of: str) -> None:
+        self._of = of
+        self.offsets: dict[Slab, int] = {}
+        self.num_rows = 0
+        self._pages: list[AnyPage] = []
+        self._files: list[FilePage] = []
+        self._parts: list[tuple[int | None, list[int]]] = []  # rows from where on; None is files
+
+    def add_slab(self, slab: Slab, pages: Sequence[AnyPage]) -> None:
+        if slab not in self.offsets:
+            self.offsets[slab] = self.num_rows - len(self._files)
+            self.num_rows += slab.num_rows
+        rows = [page.row for page in pages if isinstance(page, Page)]
+        self._parts.append((self.offsets[slab], rows))
+        self._pages += pages
+
+    def add_files(self, pages: Sequence[AnyPage]) -> None:
+        first = len(self._files)
+        self._files += [page for page in pages if isinstance(page, FilePage)]
+        self._parts.append((None, list(range(first, len(self._files)))))
+        self._pages += pages
+        self.num_rows += len(pages)
+
+    def end(self) -> FarRun:
+        of_files = self.num_rows - len(self._files)
+        places = [
+            np.array(rows, np.int32) + (of_files if start is None else start)
+            for start, rows in self._parts
+        ]
+        where = np.concatenate([np.zeros(0, np.int32), *places])
+        return FarRun(self._of, self._pages, where, list(self.offsets), self._files)
 
 
 def gather_run(memory: PageMemory, disk: DiskTier | None, run: FarRun) -> jax.Array:

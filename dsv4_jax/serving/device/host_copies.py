@@ -2,10 +2,11 @@
 
     HostTier, files ──> slabs of a run, in a thread ──> device ──> unpack_rows ──> tree, as a hit
 
-No step waits for a copy, nor for more than a millisecond of looking up and writing down. A request
-whose prefix lies on the host is left out of admission until its copies have come, and then admitted
-like any other; others are admitted meanwhile. What has come for it stays until it is admitted,
-unless others need the room before. The way there is `page_stores`.
+No step waits for a copy, nor for more than a millisecond of looking up and writing down; more of
+that is done while the host would wait for a step. A request whose prefix lies on the host is left
+out of admission until its copies have come, and then admitted like any other; others are admitted
+meanwhile. What has come for it stays until it is admitted, unless others need the room before. The
+way there is `page_stores`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dsv4_jax.allocator.block_contents import BlockContent, HashedTokens
+from dsv4_jax.allocator.block_contents import HashedTokens
 from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.disk_tier import DiskTier
 from dsv4_jax.allocator.host_tier import HostTier, Page
@@ -28,14 +29,9 @@ from dsv4_jax.allocator.problem import Problem
 from dsv4_jax.serving.device.disk_shape import open_disk
 from dsv4_jax.serving.device.disk_writes import DiskWrites
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
-from dsv4_jax.serving.device.far_fetch import FarSearch, Fetch, Find
-from dsv4_jax.serving.device.far_pages import (
-    AnyPage,
-    DamagedError,
-    FilePage,
-    gather_run,
-    runs_of,
-)
+from dsv4_jax.serving.device.far_fetch import FarSearch, Fetch
+from dsv4_jax.serving.device.far_pages import AnyPage, DamagedError, gather_run, runs_of
+from dsv4_jax.serving.device.far_places import FarPlaces
 from dsv4_jax.serving.device.page_memory import PageMemory
 from dsv4_jax.serving.device.page_stores import PageStores
 from dsv4_jax.serving.metrics.metrics import Metrics
@@ -44,7 +40,7 @@ from dsv4_jax.serving.sizing import EnginePlan
 
 _log = logging.getLogger(__name__)
 
-MOST_LOADING = 8
+MOST_LOADING = 16
 """Runs on their way to the device, of all requests: they are memory of the device, too."""
 
 _FETCHING = 4
@@ -54,8 +50,12 @@ _LOOKED_UP_TOGETHER = 64
 """Blocks, between two looks at the clock."""
 
 STEP_S = 1e-3
-"""Seconds that the work for prefixes may take beside each step of requests that run. It is never
-less than for one run, or for the blocks above."""
+"""Seconds that the work for prefixes may take beside each step of requests that run, before the
+next one is launched; more is done while the host would wait for the devices. It is never less than
+for one run, or for the blocks above."""
+
+_PAUSE_S = 2e-4
+"""Between two looks at copies, while the host would wait for the devices anyway."""
 
 
 def make_host_copies(
@@ -112,14 +112,14 @@ class HostCopies:
         self._metrics, self._clock = metrics, clock
         self._memory = PageMemory(devices.cache)
         self.disk = disk
-        self._find: Find = self.tier.find if disk is None else self._find_far
+        self._places = FarPlaces(self.tier, disk, devices.bytes_of_row)
         writes = None if disk is None else DiskWrites(disk, self.tier, metrics)
         self._stores = PageStores(devices, shards, self.tier, self._memory, writes, metrics)
         self._fetches: dict[Request, Fetch] = {}
         self._after: dict[Request, Fetch] = {}
         self._tried: set[Request] = set()
         self._waits_for_room = self._has_warned = False
-        self._until_s = math.inf
+        self._until_s, self._num_done = math.inf, 0  # portions
         # One that stores must not keep one that fetches waiting.
         self._fetcher = concurrent.futures.ThreadPoolExecutor(_FETCHING, "host-cache-fetch")
         self.keep = self._stores.keep
@@ -141,7 +141,7 @@ class HostCopies:
         manager = self._shards.managers[shard]
         chain = manager.prefixes.find_resumable(tokens, salt, max_tokens)
         needed = manager.plan.blocks_needed(max_tokens) - len(chain)
-        has_room = self._stores.make_room(shard, needed, chain)
+        has_room = self._stores.make_room(shard, len(chain), needed, chain)
         self._waits_for_room |= not has_room
         return has_room
 
@@ -180,7 +180,7 @@ class HostCopies:
         resumable = len(prefixes.find_resumable(tokens, tokens.salt, max_tokens))
         chain = prefixes.tree.match(tokens, most)
         search = FarSearch(tokens, most, len(chain), resumable)
-        if search.go_on(self._find, _LOOKED_UP_TOGETHER) and search.snapshot is None:
+        if search.go_on(self._places, _LOOKED_UP_TOGETHER) and search.snapshot is None:
             return False
         prefixes.tree.use(*chain)
         fetch = self._fetches[request] = Fetch(request, shard, tokens, chain, self._clock(), search)
@@ -192,8 +192,9 @@ class HostCopies:
     def _look_up(self, fetch: Fetch, search: FarSearch) -> None:
         """Goes on with a search while there is time, and begins what it has found."""
         while True:
+            self._num_done += 1
             before = len(search.blocks)
-            if search.go_on(self._find, _LOOKED_UP_TOGETHER):
+            if search.go_on(self._places, _LOOKED_UP_TOGETHER):
                 break
             self._hold_found(fetch, search, before)
             if time.perf_counter() > self._until_s:
@@ -220,15 +221,16 @@ class HostCopies:
             self.tier.hold(run.slabs)
         self.tier.let_go(fetch.held)
         if self.disk is not None:
-            self.disk.use(page.file for page in (snapshot, *pages) if isinstance(page, FilePage))
+            runs = fetch.runs[-1], *fetch.runs[:-1]
+            self.disk.use(page.file for run in runs for page in run.files)
         fetch.num_tokens = (search.length - search.resumable) * tree.block_tokens
         fetch.search, fetch.held = None, {}
 
     def _hold_found(self, fetch: Fetch, search: FarSearch, first: int) -> None:
         """What was found must be there when the search has ended."""
         found = [*search.blocks[first:], search.snapshot]
-        new = {page.slab: None for page in found if isinstance(page, Page)}
-        new = {slab: None for slab in new if slab not in fetch.held}
+        slabs = {page.slab: None for page in found if page is not None}
+        new = {slab: None for slab in slabs if slab is not None and slab not in fetch.held}
         self.tier.hold(list(new))
         fetch.held |= new
 
@@ -238,8 +240,20 @@ class HostCopies:
         Args:
           is_busy: somebody runs, and would wait for work that takes longer than `STEP_S`.
         """
+        self._go_on(STEP_S if is_busy else math.inf)
+
+    def work(self, is_over: Callable[[], bool]) -> None:
+        """While the host would wait for the devices: `poll` in portions, until it `is_over`."""
+        while any(one.is_coming for one in self._fetches.values()) and not is_over():
+            before = self._num_done
+            self._go_on(0.0)
+            if self._num_done == before:
+                time.sleep(_PAUSE_S)
+
+    def _go_on(self, seconds: float) -> None:
+        """For so long, or for one portion; waits for nothing."""
         self._waits_for_room = False
-        self._until_s = time.perf_counter() + STEP_S if is_busy else math.inf
+        self._until_s = time.perf_counter() + seconds
         for fetch in list(self._fetches.values()):
             if fetch.search is not None:
                 self._look_up(fetch, fetch.search)
@@ -251,7 +265,8 @@ class HostCopies:
     def _bring_what_came(self, fetch: Fetch) -> bool:
         """Gives the tree runs of a fetch; whether there is no more time."""
         while fetch.runs and (packed := fetch.runs[0].packed) is not None and packed.done():
-            if not self._stores.make_room(fetch.shard, len(fetch.runs[0].pages)):
+            num_new = len(fetch.runs[0].pages) if fetch.runs[0].of == "blocks" else 0
+            if not self._stores.make_room(fetch.shard, len(fetch.chain), num_new):
                 self._waits_for_room = True
                 break
             if not self._bring_back(fetch, packed) or time.perf_counter() > self._until_s:
@@ -313,6 +328,7 @@ class HostCopies:
 
     def _bring_back(self, fetch: Fetch, packed: concurrent.futures.Future[jax.Array]) -> bool:
         """Gives the tree the first run of a fetch, which has come; False ends it."""
+        self._num_done += 1
         manager, run = self._shards.managers[fetch.shard], fetch.runs[0]
         failed = packed.exception()
         self._apply()  # hits that are pending may read what gives way now
@@ -336,7 +352,7 @@ class HostCopies:
         self._metrics.host_loaded_bytes += (len(run.pages) - num_files) * size
         if run.of == "blocks":
             # Whoever admits the request looks for all of them at once.
-            manager.prefixes.tree.match(fetch.tokens, len(fetch.chain))
+            manager.prefixes.tree.add_match(fetch.tokens, fetch.chain)
             fetch.file_tokens += num_files * manager.plan.block_tokens
         if not fetch.runs:
             from_disk = min(fetch.file_tokens, fetch.num_tokens)
@@ -347,15 +363,6 @@ class HostCopies:
             fetch.resumes.snapshot_holds += 1
             self._follow(fetch)
         return True
-
-    def _find_far(self, of: str, content: BlockContent, parent: bytes) -> AnyPage | None:
-        """A page on the host or the disk."""
-        if page := self.tier.find(of, content, parent):
-            return page
-        file = None if self.disk is None else self.disk.find(of, content, parent)
-        if file is None:
-            return None
-        return FilePage(of, content, self._devices.bytes_of_row(of), file)
 
     def _drop_damaged(self, pages: Sequence[AnyPage]) -> None:
         """They are misses from now on, for everybody."""

@@ -22,19 +22,20 @@ import numpy as np
 
 from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.host_tier import HostTier, Slab
-from dsv4_jax.allocator.prefix_tree import Leaving, PrefixNode
+from dsv4_jax.allocator.leaving import Leaving, Room
+from dsv4_jax.allocator.prefix_tree import PrefixNode
 from dsv4_jax.serving.device.disk_writes import DiskWrites
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
 from dsv4_jax.serving.device.page_memory import PageMemory, padded_rows, run_sizes
 from dsv4_jax.serving.metrics.metrics import Metrics
 
-MOST_STORING_BYTES = 2**28
+MOST_STORING_BYTES = 2**29
 """Rows on their way to the host, in memory of the device. What leaves beyond is lost."""
 
-_SHARE_AHEAD = 0.5
+_SHARE_AHEAD = 0.75
 """Of it, what blocks of a request that waits may take; the rest is for those that run."""
 
-_SHARE_UNUSED = 0.25
+_SHARE_UNUSED = 0.125
 """Of it, what nobody waits for may take, on its way to the disk."""
 
 
@@ -124,18 +125,16 @@ class PageStores:
             # The end of a prefix leaves first, and is of no use without the beginning: where not
             # all find a place, that goes before it, and is the last used in the end.
             runs: list[tuple[int, str, list[Leaving]]] = []
+            leaving.reverse()
             for of in ("snapshots", "blocks"):
-                new: dict[bytes, Leaving] = {}
-                for one in reversed(leaving):
-                    if one.of == of and not self.tier.has(of, one.content.key):
-                        new.setdefault(one.content.key, one)
-                rows = list(new.values())
+                new = self.tier.lacking(of, [one for one in leaving if one[0] == of])
+                rows = list({one[2][0]: one for one in reversed(new)}.values())[::-1]
                 size = run_sizes(self._devices.bytes_of_row(of))[-1]
                 for start in range(0, len(rows), size):
                     runs.append((start, of, rows[start : start + size]))
             for _, of, rows in sorted(runs, key=operator.itemgetter(0)):
                 self._store(of, shard, rows)
-            self.tier.use((one.of, one.content.key) for one in leaving)
+            self.tier.use([(one[0], one[2][0]) for one in reversed(leaving)])
         if self.writes is not None:
             self._keep_unused(self.writes)
 
@@ -166,7 +165,7 @@ class PageStores:
             for of, nodes in rows.items():
                 size = run_sizes(self._devices.bytes_of_row(of))[-1]
                 for start in range(0, len(nodes), size):
-                    part = [Leaving.of_node(of, node) for node in nodes[start : start + size]]
+                    part = [node.leaving(of) for node in nodes[start : start + size]]
                     self._store(of, shard, part, is_ahead=True)
                 # Who found no page, since all are held, comes again.
                 fits = self._devices.bytes_of_row(of) <= self.tier.max_bytes
@@ -175,30 +174,40 @@ class PageStores:
                         unused[node] = None
                         unused.move_to_end(node, last=False)
 
-    def make_room(self, shard: int, num_blocks: int, chain: Sequence[PrefixNode] = ()) -> bool:
-        """Whether so many blocks can be taken now, and all that gives way for them be copied.
+    def make_room(
+        self, shard: int, first: int, num_blocks: int, chain: Sequence[PrefixNode] = ()
+    ) -> bool:
+        """Whether blocks can be taken now, and all that gave way for them be copied.
 
-        Where they cannot, as many give way as can be copied, but none of `chain`, which whoever
-        takes them is about to hit.
+        Where they cannot, as many give way as can be copied.
+
+        Args:
+          shard: of whoever takes them.
+          first: the first one's number in the request.
+          num_blocks: how many.
+          chain: what must not give way, since whoever takes them is about to hit it.
         """
         manager, is_used = self._shards.managers[shard], False
-        each = sum(self._devices.bytes_of_row(of) for of in ("blocks", "snapshots"))
+        sizes = [self._devices.bytes_of_row(of) for of in ("blocks", "snapshots")]
+        slab = run_sizes(sizes[0])[-1]
         try:
             while True:
                 self.keep()
-                missing = num_blocks - (manager.num_free_blocks - manager.num_cached_blocks)
-                under_way = sum(run.num_bytes for run in self._runs)
-                fitting = max(int(MOST_STORING_BYTES * _SHARE_AHEAD - under_way) // each, 0)
-                fitting = fitting or not under_way
-                if missing <= fitting:
+                missing = manager.prefixes.blocks_missing(first, num_blocks)
+                if not missing:
                     return True
-                if not fitting:
-                    return False
+                under_way = sum(run.num_bytes for run in self._runs)
+                left = int(MOST_STORING_BYTES * _SHARE_AHEAD) - under_way
+                fitting = left // sizes[0]
+                if under_way and fitting < min(missing, slab):
+                    return False  # rather than in pieces of slabs
                 if not is_used:
                     manager.prefixes.tree.use(*chain)
                     is_used = True
-                if not manager.evict(fitting):
-                    return True
+                if fitting >= slab:
+                    fitting = fitting // slab * slab
+                room = Room(max(left, sum(sizes)), *sizes)
+                manager.evict(min(max(fitting, 1), missing), room)
         finally:
             if is_used:
                 manager.prefixes.tree.leave(*chain)

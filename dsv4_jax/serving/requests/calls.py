@@ -12,6 +12,10 @@ import numpy as np
 _ABSENT = object()
 
 
+class CacheError(RuntimeError):
+    """The verifier found a problem in the cache; the message lists what."""
+
+
 class UndoLog:
     """What attributes were before a call changed them.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from dsv4_jax.allocator.block_contents import HashedTokens
@@ -13,6 +14,9 @@ class FarPrefixes(Protocol):
 
     def poll(self, *, is_busy: bool) -> None:
         """Gives the prefix trees what has come; where somebody runs, in portions."""
+
+    def work(self, is_over: Callable[[], bool]) -> None:
+        """The same in small portions, until it `is_over` or nobody waits for any."""
 
     def is_fetching(self, request: Request) -> bool:
         """Whether a request waits for its copies."""
@@ -44,6 +48,9 @@ class NoFarPrefixes:
 
     def poll(self, *, is_busy: bool) -> None:
         """Nothing comes."""
+
+    def work(self, is_over: Callable[[], bool]) -> None:
+        """Nothing is to do."""
 
     def is_fetching(self, request: Request) -> bool:
         """Nobody waits."""

@@ -22,6 +22,10 @@ from dsv4_jax.serving.schedule.running import Running
 from dsv4_jax.serving.schedule.snapshot_policy import plan_request, plan_restored
 from dsv4_jax.serving.sizing import UpperSteps
 
+_HASHED_AHEAD, _HASHED_TOGETHER = 2, 64
+"""Requests that wait, of which blocks are hashed while the host would wait for the devices, and how
+many blocks between two looks at those."""
+
 _HASHED_A_STEP = 512
 """Blocks of prompts of those who wait, while others run; half a millisecond."""
 
@@ -204,6 +208,18 @@ class RequestQueue:
             self._metrics.prefix_misses += hit == 0
         if only is None:
             self._fork_samples()
+
+    def work(self, is_over: Callable[[], bool]) -> None:
+        """While the devices are at work: hashes and brings prefixes for who waits, in portions.
+
+        Args:
+          is_over: whether there is no more time.
+        """
+        if any(manager.num_free_slots for manager in self.shards.managers):
+            for hashed in map(self._hashed_of, self.waiting[:_HASHED_AHEAD]):
+                while not is_over() and not hashed.hash_more(_HASHED_TOGETHER):
+                    pass
+        self._far().work(is_over)
 
     def _settle(self, request: Request, slot: int, rows: CachedRows) -> None:
         """A request that came with its cache goes on in a slot, whose blocks others may share."""

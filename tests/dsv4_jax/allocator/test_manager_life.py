@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from dsv4_jax.allocator import prefix_tree
 from dsv4_jax.allocator.pending_changes import PendingChanges
 from dsv4_jax.allocator.prefix_tree import PrefixTree
 from helpers.manager_machine import NUM_BLOCKS, NUM_SLOTS, SIZE, Shards, World
@@ -197,10 +198,10 @@ def _match_by_tokens(self, tokens, num_blocks):
 def break_eviction(monkeypatch):
     """Nodes with users are evicted too."""
 
-    def any_leaf(self):
-        return next(node for node in self._nodes.values() if not node.num_children)
+    def is_leaf(entry):
+        return entry[-1].is_kept and not entry[-1].num_children
 
-    monkeypatch.setattr(PrefixTree, "_pop_oldest_leaf", any_leaf)
+    monkeypatch.setattr(prefix_tree, "_is_current", is_leaf)
 
 
 def break_returned_places(monkeypatch):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.allocator.block_contents import BlockContent
+from dsv4_jax.allocator.block_contents import BlockContent, HashedTokens
 from dsv4_jax.allocator.host_tier import HostTier
-from dsv4_jax.allocator.prefix_tree import Leaving
+from dsv4_jax.allocator.leaving import Leaving
 from dsv4_jax.cache.packed_rows import row_bytes
 from dsv4_jax.runtime import Memory
 from dsv4_jax.serving import sizing
@@ -211,6 +211,7 @@ def test_work_for_a_prefix_comes_in_portions_while_somebody_runs(monkeypatch):
     monkeypatch.setattr(host_copies, "STEP_S", 0.0)
     monkeypatch.setattr(host_copies, "_LOOKED_UP_TOGETHER", 1)
     monkeypatch.setattr(request_queue, "_HASHED_A_STEP", 2)
+    monkeypatch.setattr(engine.loop.runner.devices, "is_ready", lambda back: True)
     for owner, name in ((far_fetch.FarSearch, "go_on"), (HostCopies, "_bring_back")):
         call = getattr(owner, name)
         monkeypatch.setattr(
@@ -239,6 +240,67 @@ def test_work_for_a_prefix_comes_in_portions_while_somebody_runs(monkeypatch):
     settle(engine)
     check(engine)
     assert not host._fetches
+
+
+def test_while_the_host_would_wait_for_a_step_all_comes_that_can(monkeypatch):
+    """Whoever runs gets what he gets alone, though tables change beside two steps in flight."""
+    engine = make_engine(host_cache_bytes=10**6)
+    rng = np.random.default_rng(14)
+    text, short = prompt(rng, 600), prompt(rng, 9)
+    wanted, wanted_short = alone(text, OPTIONS), alone(short, OPTIONS | {"max_new_tokens": 40})
+    run_to_end(engine, engine.submit(text, **OPTIONS))
+    monkeypatch.setattr(page_memory, "RUN_SIZES", (1,))
+    evict(engine)
+    monkeypatch.setattr(host_copies, "STEP_S", 0.0)
+    monkeypatch.setattr(host_copies, "_LOOKED_UP_TOGETHER", 1)
+    monkeypatch.setattr(request_queue, "_HASHED_A_STEP", 2)
+    runs = engine.submit(short, **(OPTIONS | {"max_new_tokens": 40}))
+    engine.step()
+    waits = engine.requests[engine.submit(text, **OPTIONS)]
+    looks = []
+
+    def has_all_come(back):
+        looks.append(back)
+        fetch = engine.loop.host._fetches.get(waits)
+        return fetch is not None and not fetch.is_coming
+
+    monkeypatch.setattr(engine.loop.runner.devices, "is_ready", has_all_come)
+    engine.step()  # hashes, since nobody asked for a prefix before
+    assert engine.loop.queue._hashed[waits].hash_more(0)
+    while waits not in engine.loop.host._fetches:
+        engine.step()
+    before = engine.metrics.steps
+    until(lambda: engine.step() is not None and waits.slot >= 0)
+    assert (engine.metrics.steps - before <= 3, set(looks) <= {0, 1}) == (True, True)
+    done = run_to_end(engine, waits.request_id, runs)
+    assert (done, done[0].hit_tokens) == ([wanted, wanted_short], 512)
+    settle(engine)
+    check(engine)
+
+
+def test_pages_of_slabs_are_found_together_up_to_the_first_that_is_another():
+    """Whole slabs are compared at once, and so are the keys of what comes before."""
+    tokens = HashedTokens(np.arange(24, dtype=np.int32), b"", 2)
+    contents, tier = tokens.upto(12), HostTier(10**4)
+
+    def add(*numbers, parents=tokens.parents):
+        rows = [Leaving("blocks", n, contents[n], parents[n], 2 * n + 2) for n in numbers]
+        return tier.add("blocks", rows, 10)
+
+    add(0, 1), add(2), add(5, 4, 3), add(6, 7, 8)
+    others = add(9, 10, 11, parents=[*tokens.parents[:10], b"another", tokens.parents[11]])
+
+    def found(start, stop):
+        pages = tier.find_blocks(tokens, start, stop)
+        assert [page.content for page in pages] == contents[start : start + len(pages)]
+        return len(pages)
+
+    asked = [(0, 12), (0, 5), (7, 9), (10, 12), (11, 12)]
+    assert [found(*one) for one in asked] == [10, 5, 2, 0, 1]
+    tier.drop(tier.find("blocks", contents[7], tokens.parents[7]))
+    assert (found(0, 12), found(8, 12)) == (7, 2)
+    tier.drop(others.pages[1])
+    assert (found(8, 12), found(11, 12)) == (2, 1)
 
 
 def test_runs_are_whole_slabs_in_order_within_the_size_of_a_copy(monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 from dsv4_jax.allocator.block_contents import BlockContent
 from dsv4_jax.allocator.disk_tier import DiskTier
 from dsv4_jax.allocator.host_tier import HostTier
-from dsv4_jax.allocator.prefix_tree import Leaving
+from dsv4_jax.allocator.leaving import Leaving
 from dsv4_jax.serving.device import page_memory, page_stores
 from dsv4_jax.serving.device.disk_writes import DiskWrites
 from dsv4_jax.serving.device.far_pages import gather_run, runs_of
