@@ -106,14 +106,12 @@ class EngineOptions:
       host_cache_bytes: of the host's memory, a number or a text such as "64GiB", for blocks and
         snapshots of known prefixes that gave way on the devices, 0 for none; beside it there are
         copies on their way. "auto" is half of what is free when the engine is built
-        (`EnginePlan.host_cache_bytes`). Not on a mesh of several processes, and not with
-        `split_cache`.
+        (`EnginePlan.host_cache_bytes`). Not on a mesh of several processes.
       disk_cache_dir: a directory whose files outlive the process, for blocks and snapshots of known
         prefixes, which another engine of the same model, weights, format, mesh and versions finds
         there (`docs/disk_cache.md`). It is made if there is none; nobody else may write to it. One
         process writes, and others read. Pages go through the host's memory, of which they take
-        256 MiB without `host_cache_bytes`. Not on a mesh of several processes, and not with
-        `split_cache`.
+        256 MiB without `host_cache_bytes`. Not on a mesh of several processes.
       disk_cache_bytes: of its files, a number or a text such as "500GiB"; 0 only reads what others
         have written.
       unroll: gives every layer arrays of its own (`unstack_layers`), which is what a step on a GPU
@@ -258,12 +256,6 @@ class EngineOptions:
                 f"steps_per_call={self.steps_per_call} needs steps that only decode, and there are "
                 f"none with decode_tokens={self.decode_tokens}; leave one of them out"
             )
-        for name in ("host_cache_bytes", "disk_cache_dir"):
-            if getattr(self, name) and self.split_cache:
-                raise ValueError(
-                    f"{name} copies blocks from one device, and split_cache deals them over "
-                    "several; leave one of the two out"
-                )
         if self.disk_cache_bytes and self.disk_cache_dir is None:
             raise ValueError(
                 f"disk_cache_bytes={given_bytes!r} needs disk_cache_dir, where files lie"

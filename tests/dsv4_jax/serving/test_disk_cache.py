@@ -173,8 +173,6 @@ def test_what_cannot_be_is_refused(tmp_path):
         ds.Engine(*serving.one_layer(), disk_cache_bytes=7)
     with pytest.raises(ValueError, match="disk_cache_dir must be the path of a directory"):
         ds.Engine(*serving.one_layer(), disk_cache_dir="")
-    with pytest.raises(ValueError, match="leave one of the two out"):
-        ds.Engine(*serving.one_layer(), disk_cache_dir=tmp_path, split_cache=True)
 
 
 class MovedLife(Life):

@@ -41,9 +41,10 @@ def test_requests_that_leave_a_mesh_come_to_any_of_its_shards(mesh, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["2x1", "2x2"])
-def test_prefixes_that_lie_on_the_host_come_back_to_any_shard_of_a_mesh(mesh):
-    options = ("--events", "110", "--host", "--small", "--seeds", "4")
+@pytest.mark.parametrize(("mesh", "split"), [("2x1", ()), ("2x2", ()), ("1x2", ("--split",))])
+def test_prefixes_that_lie_on_the_host_come_back_to_any_shard_of_a_mesh(mesh, split):
+    """With a split cache to the devices that the blocks of a request are dealt over."""
+    options = ("--events", "110", "--host", "--small", "--seeds", "4", *split)
     (life,) = on_cpus.run("engine", mesh, *options)[mesh]["lives"]
     assert life["host_hit_tokens"] > 0
 
