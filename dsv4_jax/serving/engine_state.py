@@ -142,7 +142,7 @@ def _read_trees(
     for shard, manager in enumerate(managers):
         places: dict[PrefixNode, int] = {}
         limit = len(read) + MAX_NODES // len(managers)
-        for node in _wanted_nodes(manager):
+        for node in _wanted_nodes(manager, host):
             chain = []
             while node is not None and node not in places:
                 chain.append(node)
@@ -156,7 +156,7 @@ def _read_trees(
                         "parent": -1 if new.parent is None else places[new.parent],
                         "tokens": new.end,
                         "users": new.users,
-                        "resumes": new.snapshot >= 0,
+                        "resumes": new.snapshot >= 0 or _resumes(host, new.key),
                         "where": [DEVICE, *_where(host, new.key)],
                     }
                 )
@@ -184,9 +184,7 @@ def _add_far(read: list[dict[str, Any]], by_key: dict[bytes, int], host: HostCop
                 "parent": parent,
                 "tokens": page.end,
                 "users": 0,
-                "resumes": any(
-                    tier.has("snapshots", page.content.key) for tier in host.tiers.values()
-                ),
+                "resumes": _resumes(host, page.content.key),
                 "where": _where(host, page.content.key),
             }
         )
@@ -219,10 +217,16 @@ def _add_files(
                     "parent": parent,
                     "tokens": before + block_tokens,
                     "users": 0,
-                    "resumes": any(tier.has("snapshots", key) for tier in host.tiers.values()),
+                    "resumes": _resumes(host, key),
                     "where": ["disk"],
                 }
             )
+
+
+def _resumes(host: HostCopies | None, key: bytes) -> bool:
+    """Whether a snapshot at the end of that prefix lies beside the devices."""
+    tiers = {} if host is None else host.tiers
+    return any(tier.has("snapshots", key) for tier in tiers.values())
 
 
 def _where(host: HostCopies | None, key: bytes) -> list[str]:
@@ -238,11 +242,18 @@ def _read_tiers(host: HostCopies | None) -> dict[str, dict[str, int]]:
     return {tier: {name: getattr(of, name) for name in names} for tier, of in tiers.items()}
 
 
-def _wanted_nodes(manager: KVCacheManager) -> Iterator[PrefixNode]:
-    """Nodes to show with their parents; no more of them than are shown are looked at."""
+def _wanted_nodes(manager: KVCacheManager, host: HostCopies | None) -> Iterator[PrefixNode]:
+    """Nodes to show with their parents; no more of them than are shown are looked at.
+
+    Those that are used, that resume, and whose snapshots lie on the host.
+    """
+    tree = manager.prefixes.tree
+    far = [] if host is None else host.tier.latest(MAX_NODES)
+    keys = (page.content.key for page in far if page.of == "snapshots")
+    nodes = (node for key in keys if (node := tree.get(key)) is not None)
     chains = (manager.prefixes.of(slot).chain for slot in manager.prefixes.slots)
     used = (chain[:MAX_NODES][-1] for chain in chains if chain)
-    return itertools.chain(used, itertools.islice(manager.prefixes.tree.resumable(), MAX_NODES))
+    return itertools.chain(used, itertools.islice(tree.resumable(), MAX_NODES), nodes)
 
 
 def _quantiles(histogram: Histogram) -> dict[str, float] | None:
