@@ -10,6 +10,11 @@ from dsv4_jax.serving.requests.reading import Reading
 from dsv4_jax.serving.requests.request import Request
 from dsv4_jax.serving.sizing import UpperSteps
 
+SPACED_SNAPSHOTS, SPACED_BLOCKS = 8, 16
+"""Evenly spaced snapshots of a prompt, at most: so many, or one in so many blocks if those are
+more. A snapshot takes the room of four blocks of V4-Flash, and most prompts go on from an end or
+from where another left (`benchmarks/snapshot_policies.py`)."""
+
 
 class Boundary(NamedTuple):
     """A block boundary that a step keeps.
@@ -42,7 +47,8 @@ def plan_request(
     plan, hit = manager.plan, manager.prefixes.hit_tokens(slot)
     request.next_boundary = known_tokens if known_tokens > hit else 0
     blocks = request.num_known // plan.block_tokens
-    places = max(plan.num_snapshots // 2, 1)
+    most = max(SPACED_SNAPSHOTS, blocks // SPACED_BLOCKS)
+    places = max(min(plan.num_snapshots // 2, most), 1)
     request.snapshot_spacing = max(-(-blocks // places), 1)
     if upper is not None:
         needed = [_last_boundary(request, plan.block_tokens), request.next_boundary]

@@ -131,6 +131,23 @@ def test_the_state_of_an_engine_says_where_a_prefix_lies():
     assert (state["tiers"], state["prefixes_left_out"]) == ({"host": sizes}, 0)
 
 
+def test_a_prefix_on_the_device_resumes_where_its_snapshot_lies_on_the_host():
+    engine = make_engine(host_cache_bytes=10**6)
+    text = prompt(np.random.default_rng(2), 300)
+    run_to_end(engine, engine.submit(text, **OPTIONS))
+    tree = engine.loop.shards.managers[0].prefixes.tree
+    for node in tree.nodes:
+        tree.drop_snapshot(node)
+    assert read_state(engine)["prefixes"] == []
+    settle(engine)
+    shown = [(one["where"], one["resumes"]) for one in read_state(engine)["prefixes"]]
+    assert shown == [(["device"], True)] * 2
+    loaded = engine.metrics.host_loaded_bytes
+    assert run_to_end(engine, engine.submit(text, **OPTIONS))[0].hit_tokens == 256
+    snapshot = engine.plan.pools.bytes_per_snapshot
+    assert engine.metrics.host_loaded_bytes - loaded == snapshot
+
+
 def test_others_run_while_a_copy_is_on_its_way(monkeypatch):
     """One that runs and one that comes later are served; who waits is admitted when it has come."""
     engine = make_engine(host_cache_bytes=10**6)
@@ -611,5 +628,3 @@ def test_a_share_of_the_host_is_found_and_more_than_all_is_refused(monkeypatch):
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="host_cache_bytes must be at least 0, got -1"):
         ds.Engine(*serving.one_layer(), host_cache_bytes=-1)
-    with pytest.raises(ValueError, match="leave one of the two out"):
-        ds.Engine(*serving.one_layer(), host_cache_bytes=1, split_cache=True)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.serving.requests.request import Request
+from dsv4_jax.serving.schedule import snapshot_policy
 from dsv4_jax.serving.schedule.snapshot_policy import plan_request, plan_restored, take_boundaries
 from dsv4_jax.serving.sizing import UpperSteps
 from dsv4_jax.step.sampling import SamplingParams
@@ -13,6 +14,29 @@ from dsv4_jax.step.sampling import SamplingParams
 BACK, SIZE = 22, 32
 RESTS = UpperSteps(sizes={64: 8}, step_sizes=(64,), look_back=BACK, share=0.5)
 RUNS = UpperSteps(sizes={}, step_sizes=(64,), look_back=BACK, share=0.5)
+
+
+@pytest.fixture
+def _each_boundary(monkeypatch):
+    monkeypatch.setattr(snapshot_policy, "SPACED_SNAPSHOTS", 100)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_snapshots", "spacing"),
+    [(1, 200, 1), (8, 200, 1), (9, 200, 2), (62, 200, 8), (128, 200, 16), (800, 200, 16),
+     (800, 20, 80), (62, 8, 16), (62, 1, 62)],
+)  # fmt: skip
+def test_snapshots_of_a_prompt_are_eight_or_one_in_sixteen_blocks(
+    num_blocks, num_snapshots, spacing
+):
+    """Nor do they take more than half of all places."""
+    request, shards = admitted(num_blocks * SIZE + 1)
+    shards.managers[0].plan.num_snapshots = num_snapshots
+    plan_request(request, shards, 0)
+    assert request.snapshot_spacing == spacing
+    found = asked(request, shards, 0, num_blocks * SIZE)
+    every = {*range(spacing, num_blocks + 1, spacing), num_blocks}
+    assert list(found) == [number * SIZE for number in sorted(every)]
 
 
 def admitted(num_known, *, hit=0, is_exact=True):
@@ -36,6 +60,7 @@ def asked(request, shards, length, end):
     return {one.end: one.must_follow for one in take_boundaries(request, shards, length, end)}
 
 
+@pytest.mark.usefixtures("_each_boundary")
 def test_boundaries_near_behind_what_rested_ask_for_more():
     request, shards = admitted(300)
     plan_request(request, shards, 0, RESTS)
@@ -53,6 +78,7 @@ def test_a_hit_that_asked_for_more_is_not_exact_from_there_on():
     assert request.upper_from == -1
 
 
+@pytest.mark.usefixtures("_each_boundary")
 @pytest.mark.parametrize("upper", [RESTS, RUNS])
 def test_who_comes_from_elsewhere_may_have_rested_up_to_there(upper):
     """Also where nobody rests here."""
