@@ -27,9 +27,9 @@ from dsv4_jax.model.weight_forms import RELEASE_FORMS
 from dsv4_jax.serving.device.page_stores import MOST_STORING_BYTES
 
 KINDS = ("nothing moves", "back", "back and there")
-HASHED, EVICTED = 512, 64
-"""Blocks that are hashed between two steps, as by an engine, and that leave together, while half of
-what may be on its way to the host is free, as when they give way to a long prompt."""
+HASHED, EVICTED, ASKED = 1024, 64, 2
+"""Blocks that are hashed between two steps, and that leave together, while half of what may be on
+its way to the host is free, as when they give way to a long prompt; and prefixes on their way."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,14 +40,14 @@ class Asker:
 
 
 class Mover:
-    """Brings prefixes back and lets them go, in turn; no more than one is on its way back."""
+    """Brings prefixes back and lets them go, in turn; at most `ASKED` are on their way back."""
 
     def __init__(self, engine, prompts):
         """Of prompts whose prefixes are on the host."""
         self._engine, self._host = engine, engine.loop.host
         (self._manager,) = engine.loop.shards.managers
         self._prompts, self._ids = itertools.cycle(prompts), itertools.count(10**9)
-        self._asker = self._tokens = None
+        self._askers, self._tokens = {}, None
         self._leaving = 0  # blocks
         self.brought = 0  # prefixes
 
@@ -61,24 +61,24 @@ class Mover:
             self._manager.evict(count)
             self._host.keep()
             self._leaving -= count
-        if self._asker and not self._host.is_fetching(self._asker):
-            self._host.forget(self._asker)
-            self._leaving += self._tokens.num_blocks
+        for asker in [one for one in self._askers if not self._host.is_fetching(one)]:
+            tokens = self._askers.pop(asker)
+            self._host.forget(asker)
+            self._leaving += tokens.num_blocks
             self.brought += 1
             if copies:
-                forget(self._host.tier, self._tokens)
-            self._asker = self._tokens = None
-        if self._asker or not (begins or self._tokens):
+                forget(self._host.tier, tokens)
+        if len(self._askers) == ASKED or not (begins or self._tokens):
             return
         if self._tokens is None:
             self._tokens = HashedTokens(np.array(next(self._prompts), np.int32), b"", BLOCK)
         if self._tokens.hash_more(HASHED):
             asker = Asker(next(self._ids))
             if self._host.begin(asker, 0, self._tokens, len(self._tokens)):
-                self._asker = asker
+                self._askers[asker] = self._tokens
             else:  # its copies have not all come to the host
                 self._host.forget(asker)
-                self._tokens = None
+            self._tokens = None
 
     @property
     def under_way_bytes(self):
@@ -87,7 +87,7 @@ class Mover:
 
     def rests(self):
         """Whether nothing is on its way."""
-        return not (self._asker or self._tokens or self._leaving or self.under_way_bytes)
+        return not (self._askers or self._tokens or self._leaving or self.under_way_bytes)
 
 
 def forget(tier, tokens):
