@@ -1,7 +1,19 @@
-"""The one door to Pallas through Triton: launches in place, byte planes as words, exact products.
+"""The one door to kernels through Triton: launches in place, byte planes as words, exact products.
 
-That backend is deprecated upstream, so what a kernel needs of it is named here and nowhere else.
-It gathers and scatters by pointer, which suits rows that lie wherever a block table puts them.
+A kernel is Python over refs, which Pallas's core traces; `triton_lowering` chooses what a GPU gets
+of it, and no kernel names a backend. Whatever stands behind this module must do the following:
+
+- `launch`: the programs of a grid in any order, each with all refs as whole arrays in rows; what is
+  updated in place is one array, and nothing is copied.
+- `ref[...]`, `load_where`, `load_row`: elements by computed indices of any shape; behind a mask no
+  address is read, and the value is `other`. Stores likewise; a store is seen by the program itself
+  after `wait_for_all_threads`, and by others after the launch.
+- Reductions, running sums and products of matrices within a program; of NaN and a number `maximum`
+  is the number, and of equal numbers `argmax` has the first.
+- Arithmetic in the dtype that is written. f32 sums of products may be fused where no rounding is
+  spelt out, subnormal numbers stay, and `exact_product` and `exact_quotient` are rounded once.
+- `inline_lines`: PTX for the elements of arrays, once for each; where nothing reads the result it
+  may be left out.
 
 Offsets are computed in signed 32 bits for arrays of up to 4 GiB: rows of a byte plane past 2 GiB
 would be written before its beginning. As words of 4 bytes such a plane has at most 2**30 elements,

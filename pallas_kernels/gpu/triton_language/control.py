@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from pallas_kernels.gpu.triton_language.source import rule
 
@@ -127,7 +127,7 @@ def _counter(body, num_consts, position):
     for equation in body.eqns:
         if equation.outvars[:1] == [result] and equation.primitive.name == "add":
             left, right = equation.invars
-            literal = isinstance(right, jax.extend.core.Literal) and right.val == 1
+            literal = isinstance(right, Literal) and right.val == 1
             return variable if literal and left is variable else None
     return None
 

@@ -106,9 +106,9 @@ def triton_ir(source: Source, pointers: tuple[str, ...], capability: int) -> str
 
 def _read(source, pointers, capability, num_warps, num_stages):
     """What Triton makes of a source: the module, the backend, its options and the language."""
-    from triton._C import libtriton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import compiler
+    from triton._C import libtriton  # pyright: ignore[reportMissingImports]
+    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+    from triton.compiler import compiler  # pyright: ignore[reportMissingImports]
 
     target = GPUTarget("cuda", capability, _WARP)
     backend = compiler.make_backend(target)
@@ -128,7 +128,7 @@ def _read(source, pointers, capability, num_warps, num_stages):
 @contextlib.contextmanager
 def _without_line_info():
     """Lines of a source that no one has, which would be three quarters of the PTX."""
-    from triton import knobs
+    from triton import knobs  # pyright: ignore
 
     with knobs.compilation.scope():
         knobs.compilation.disable_line_info = True
@@ -159,7 +159,8 @@ def load_function(source: Source) -> Any:
 
 def _without_scratch(ptx: str, count: int) -> str:
     """PTX whose entry has `count` parameters: Triton adds two, which a kernel may not read."""
-    head, rest = re.search(r"(\.entry \w+\()(.*?)\)", ptx, re.S).span(2)
+    [found] = re.finditer(r"\.entry \w+\((.*?)\)", ptx, re.S)
+    head, rest = found.span(1)
     parameters = [text.strip() for text in ptx[head:rest].split(",")]
     for added in parameters[count:]:
         if re.search(rf"\b{added.split()[-1]}\b", ptx[rest:]):
@@ -210,7 +211,7 @@ def _lower(
         numbers |= {"block_x": kernel.num_threads, "block_y": 1, "block_z": 1}
         numbers |= {"shared_mem_bytes": kernel.shared_bytes}
         target, flags = _PTX_CALL, {}
-    config = {key: ir.StringAttr.get(text) for key, text in texts.items()}
+    config: dict[str, ir.Attribute] = {key: ir.StringAttr.get(text) for key, text in texts.items()}
     config |= {key: mlir.i32_attr(number) for key, number in numbers.items()} | flags
     layouts = [
         [list(reversed(range(a.ndim))) for a in part] for part in (ctx.avals_in, ctx.avals_out)
@@ -228,7 +229,7 @@ def _lower(
 
 
 def _triton_call(*arrays, source, outputs, aliases, params):
-    import jax_triton
+    import jax_triton  # pyright: ignore[reportMissingImports]
 
     return jax_triton.triton_call(
         *arrays,

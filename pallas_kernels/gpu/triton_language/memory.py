@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -125,7 +126,7 @@ def _locate(writer: Writer, pointer: Pointer, indices, variables) -> tuple[str, 
         (named,), (typed,) = indices, variables
         shape = tuple(typed.get_indexer_shape_static())
         num_arrays = len(typed.int_indexer_shape)
-        terms = list(zip(named.indices, typed.indices, strict=True))
+        terms: list[tuple[Any, Any]] = list(zip(named.indices, typed.indices, strict=True))
     else:
         shape, num_arrays = pointer.shape, 0
         whole = [slice(0, n) for n in pointer.shape]

@@ -1,7 +1,7 @@
 """Operations of a kernel that Pallas's core has none of: PTX of elements, a barrier of a program.
 
 Pallas's Triton backend has primitives of its own for these. Kernels that are translated to Triton's
-language (`triton_source`) take those here, which outlive that backend.
+language (`triton_language`) take those here, which outlive that backend.
 """
 
 from __future__ import annotations

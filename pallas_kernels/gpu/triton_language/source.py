@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 Value = Any
 """What an equation reads: a name in the source, or the pointer of a ref."""
@@ -200,8 +201,9 @@ class Writer:
 
     def read(self, atom: Any, names: dict[Any, Value]) -> Value:
         """The value of a variable or of a literal."""
-        if isinstance(atom, jax.extend.core.Literal):
-            return self.constant(atom.val, atom.aval.dtype)
+        if isinstance(atom, Literal):
+            aval: Any = atom.aval
+            return self.constant(atom.val, aval.dtype)
         return names[atom]
 
     def call(self, jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
