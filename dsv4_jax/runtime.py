@@ -318,7 +318,8 @@ def use_compilation_cache(folder: str | os.PathLike[str] | None = None) -> pathl
     """Keeps compiled programs on disk, so that the next process reads them instead of compiling.
 
     A program is found again whatever folder its code lies in and whatever lines its kernels are
-    on; `dsv4_jax/cache_keys.py` says how.
+    on; `dsv4_jax/cache_keys.py` says how. Kernels that the package `triton` compiles are kept there
+    too, in the folder `triton`.
 
     Args:
       folder: where to keep them; None is the folder that JAX was told

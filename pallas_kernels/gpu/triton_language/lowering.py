@@ -18,7 +18,7 @@ from jax._src.pallas import core as pallas_core
 from jaxlib.mlir import ir
 
 from pallas_kernels.common.backend import compute_capability
-from pallas_kernels.gpu.triton_language import arithmetic, control, memory, shapes
+from pallas_kernels.gpu.triton_language import arithmetic, control, disk_cache, memory, shapes
 from pallas_kernels.gpu.triton_language.source import Source, translate, type_of
 
 _WARP = 32
@@ -70,7 +70,7 @@ def compile_source(
     num_warps: int,
     num_stages: int,
 ) -> Compiled:
-    """PTX of a kernel, without a GPU.
+    """PTX of a kernel, without a GPU; `disk_cache` keeps what Triton makes.
 
     Args:
       source: of the kernel.
@@ -79,6 +79,26 @@ def compile_source(
       num_warps: a program.
       num_stages: loads of a loop's products on their way at once.
     """
+    parts = (source.text, source.name, pointers, capability, num_warps, num_stages)
+    key = disk_cache.key_of("ptx", *parts, options_of(num_warps, num_stages))
+    made = disk_cache.kept(
+        key, lambda: _compile(source, pointers, capability, num_warps, num_stages)
+    )
+    if made["scratch_bytes"]:
+        raise NotImplementedError(f"{source.name} takes scratch memory, which it is not given")
+    ptx = _without_scratch(made["ptx"], len(pointers))
+    return Compiled(ptx, made["name"], made["shared_bytes"], num_warps * _WARP)
+
+
+@functools.cache
+def triton_ir(source: Source, pointers: tuple[str, ...], capability: int) -> str:
+    """Triton's IR of a kernel, as text; the arguments are those of `compile_source`."""
+    key = disk_cache.key_of("ir", source.text, source.name, pointers, capability)
+    return disk_cache.kept(key, lambda: {"ir": _write_ir(source, pointers, capability)})["ir"]
+
+
+def _compile(source, pointers, capability, num_warps, num_stages):
+    """What `compile_source` makes of a kernel, as Triton has it."""
     module, backend, options, language = _read(source, pointers, capability, num_warps, num_stages)
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, language)
@@ -88,15 +108,15 @@ def compile_source(
             module = stage(module, metadata)
             if name == "ptx":
                 break
-    if metadata.get("global_scratch_size"):
-        raise NotImplementedError(f"{source.name} takes scratch memory, which it is not given")
-    ptx = _without_scratch(str(module), len(pointers))
-    return Compiled(ptx, metadata["name"], metadata["shared"], num_warps * _WARP)
+    return {
+        "ptx": str(module),
+        "name": metadata["name"],
+        "shared_bytes": metadata["shared"],
+        "scratch_bytes": metadata.get("global_scratch_size") or 0,
+    }
 
 
-@functools.cache
-def triton_ir(source: Source, pointers: tuple[str, ...], capability: int) -> str:
-    """Triton's IR of a kernel, as text; the arguments are those of `compile_source`."""
+def _write_ir(source, pointers, capability):
     module, backend, options, language = _read(source, pointers, capability, 4, 3)
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, language)

@@ -1,0 +1,79 @@
+"""What Triton made of kernels, kept on disk in the folder of jax's compilation cache.
+
+jax asks its cache for a program that is lowered, and Triton compiles a kernel while it is lowered.
+So Triton's own part, which takes seconds, would be done in every process but for this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+_FORMAT = 1
+"""Of what is kept; another number finds nothing of this one."""
+_FOLDER = "triton"
+_VARIABLES = ("TRITON_", "MLIR_", "LLVM_", "NVPTX_", "DISABLE_LLVM_OPT")
+"""How variables of the environment begin that Triton's compiler reads."""
+
+
+def key_of(*parts: Any) -> str:
+    """A name for what Triton makes of these, which are values of JSON.
+
+    The version of Triton is in it, and the environment as far as Triton reads it.
+    """
+    variables = sorted((k, v) for k, v in os.environ.items() if k.startswith(_VARIABLES))
+    told = [_FORMAT, importlib.metadata.version("triton"), variables, *parts]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def kept(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What is kept by that name, else what `make` gives, which is kept from then on.
+
+    Without a folder of jax's compilation cache nothing is kept. Of a file that is not whole nothing
+    is taken. Two processes may write one at once: each writes its own, and the last one stays.
+
+    Args:
+      key: a name that `key_of` gave.
+      make: gives a dict of JSON.
+    """
+    folder = _folder()
+    if folder is None:
+        return make()
+    path = folder / f"{key}.json"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    made = make()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
+            json.dump(made, file)
+        os.replace(file.name, path)
+    except OSError as error:
+        warnings.warn(
+            f"Triton will compile this kernel again in the next process: {folder}, beside jax's "
+            f"compilation cache, does not take it ({error})",
+            stacklevel=2,
+        )
+    return made
+
+
+def _folder() -> pathlib.Path | None:
+    """Where kernels are kept; None where jax keeps no programs, or not in a file system."""
+    config: Any = jax.config
+    folder = config.jax_compilation_cache_dir
+    if not folder or not config.jax_enable_compilation_cache or "://" in str(folder):
+        return None
+    return pathlib.Path(folder) / _FOLDER
