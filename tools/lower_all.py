@@ -13,6 +13,7 @@ bytes of a program, bytes of PTX, and the seconds that Triton took.
 """
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -32,12 +33,17 @@ def without_backend():
     """Pallas's Triton backend is not there from here on: any import of a part of it raises.
 
     jax itself imports the module that registers it before it looks for another's rule, also for
-    kernels of Mosaic. So that one name stays, and is an empty module.
+    kernels of Mosaic. So that one name stays, and is an empty module. jax-triton asks a module of
+    the backend for the kind of a GPU that is not there, which stays too.
     """
+    gpu_info = importlib.import_module(f"{_BACKEND}.gpu_info")
+    for name in [name for name in sys.modules if name.startswith(f"{_BACKEND}.")]:
+        del sys.modules[name]
     for name in _OTHER_NAMES:
         sys.modules[name] = None
     sys.modules[_BACKEND] = package = types.ModuleType(_BACKEND)
     package.pallas_call_registration = types.ModuleType(f"{_BACKEND}.pallas_call_registration")
+    package.gpu_info = gpu_info
 
 
 def on_triton(kernels):
