@@ -113,8 +113,9 @@ def _make_entries(
     # An entry is the latent, normed in the launch that rotates it.
     entries = encode(means, params.norm, fmt.entry)
     # What this call reads must be what a later call finds stored, to the bit.
-    stored = jax.lax.optimization_barrier((entries, encode(keys, params.k_norm, fmt.index_key)))
-    return write_entries(handle, *stored, windows.closing)
+    index_keys = encode(keys, params.k_norm, fmt.index_key)
+    entries, index_keys = jax.lax.optimization_barrier((entries, index_keys))
+    return write_entries(handle, entries, index_keys, windows.closing)
 
 
 def _select(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
+import functools
+import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -14,25 +16,43 @@ class Lowering(enum.StrEnum):
     """What a traced kernel becomes on a GPU; the kernels are the same, and so are their bits."""
 
     PALLAS = "pallas"
-    """Pallas's Triton backend, which is deprecated upstream; the default."""
+    """Pallas's Triton backend, which is deprecated upstream; the default while jax has it."""
     PTX = "ptx"
     """Triton's language (`triton_language`), which the package `triton` compiles to PTX when a
     program is lowered; XLA launches that as a kernel of its own."""
     IR = "ir"
-    """The same source, whose Triton IR XLA compiles as it does that of Pallas's backend."""
+    """The same source, whose Triton IR XLA compiles as it does that of Pallas's backend.
+
+    The default where that is gone: results have the same bits, and kernels take the same time."""
     JAX_TRITON = "jax_triton"
     """The same source, which `jax_triton.triton_call` compiles and launches."""
 
 
 LOWERING_VARIABLE = "PALLAS_KERNELS_TRITON"
 """Environment variable: the lowering of the whole process, by its name."""
-_OF_PROCESS = Lowering(os.environ.get(LOWERING_VARIABLE) or Lowering.PALLAS)
 _LOWERING = contextvars.ContextVar[Lowering | None]("lowering", default=None)
 
 
 def lowering() -> Lowering:
     """What a kernel traced now becomes."""
-    return _LOWERING.get() or _OF_PROCESS
+    return _LOWERING.get() or _of_process()
+
+
+@functools.cache
+def _of_process() -> Lowering:
+    """The one that the environment names, or the default.
+
+    Raises:
+      ValueError: there is no lowering of that name.
+    """
+    if named := os.environ.get(LOWERING_VARIABLE):
+        if named not in list(Lowering):
+            raise ValueError(
+                f"{LOWERING_VARIABLE} must be one of {list(map(str, Lowering))}, got {named!r}"
+            )
+        return Lowering(named)
+    has_backend = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+    return Lowering.PALLAS if has_backend else Lowering.IR
 
 
 @contextlib.contextmanager

@@ -305,6 +305,22 @@ def test_equal_kernels_have_equal_sources():
     assert "def kernel(p0, p1):" in first.text
 
 
+@pytest.mark.parametrize("found", ["pallas", "ir"])
+def test_the_default_is_the_backend_of_pallas_while_jax_has_it(monkeypatch, found):
+    monkeypatch.delenv(triton_lowering.LOWERING_VARIABLE, raising=False)
+    if found == "ir":
+        monkeypatch.setattr(triton_lowering.importlib.util, "find_spec", lambda name: None)
+    assert triton_lowering._of_process.__wrapped__() == found
+
+
+def test_the_environment_names_a_lowering(monkeypatch):
+    monkeypatch.setenv(triton_lowering.LOWERING_VARIABLE, "ptx")
+    assert triton_lowering._of_process.__wrapped__() == "ptx"
+    monkeypatch.setenv(triton_lowering.LOWERING_VARIABLE, "cuda")
+    with pytest.raises(ValueError, match=r"PALLAS_KERNELS_TRITON must be one of .*'ptx'.*'cuda'"):
+        triton_lowering._of_process.__wrapped__()
+
+
 def test_a_lowering_is_chosen_by_name():
     with triton_lowering.use_lowering("ir"):
         assert triton_lowering.lowering() == "ir"
