@@ -33,7 +33,7 @@ def test_what_is_imported_is_a_stated_dependency():
         re.split(r"[<>=\[;]", text)[0].replace("-", "_").lower()
         for text in [*PROJECT["dependencies"], *(
             line
-            for extra in ("bench", "serve", "train")
+            for extra in ("bench", "cuda13", "serve", "train")
             for line in PROJECT["optional-dependencies"][extra]
         )]
     }  # fmt: skip

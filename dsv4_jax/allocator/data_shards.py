@@ -76,9 +76,11 @@ class DataShards:
     @property
     def num_evicted(self) -> tuple[int, int]:
         """Blocks and snapshots that have given way so far, of all shards."""
-        trees = [manager.prefixes.tree for manager in self.managers]
-        blocks = sum(manager.num_evicted for manager in self.managers)
-        return blocks, sum(tree.num_evicted_snapshots for tree in trees)
+        blocks = snapshots = 0
+        for manager in self.managers:
+            blocks += manager.num_evicted
+            snapshots += manager.prefixes.tree.num_evicted_snapshots
+        return blocks, snapshots
 
     @property
     def length_tokens(self) -> np.ndarray:

@@ -260,7 +260,7 @@ class ServingLoop:
         self.queue.admit()
         running = self.queue.table
         waits = self.runner.fitting(running) is not running
-        if waits or any(one.followers for one in running.with_siblings):
+        if waits or [one for one in running.with_siblings if one.followers]:
             return None
         lengths, draft_tokens = self.queue.shards.length_tokens, self._options.draft_tokens
         outlook = look(running, lengths, flight, draft_tokens=draft_tokens)
@@ -321,7 +321,7 @@ class ServingLoop:
         Until the devices have made it the host `works` for who waits.
         """
         waited_from_s = self.clock()
-        if works:
+        if works and self.queue.waiting:
             back = int(following is not None and following.read is not None)
             self._reading = flight
             self.queue.work(functools.partial(self.runner.devices.is_ready, back))

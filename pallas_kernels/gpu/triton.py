@@ -28,7 +28,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.pallas import primitives
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -36,6 +35,7 @@ from pallas_kernels.common import numbers
 from pallas_kernels.common.backend import interpreting
 from pallas_kernels.common.codecs import Planes
 from pallas_kernels.common.rounding import exact_divide, rounded
+from pallas_kernels.gpu.compat import primitives
 from pallas_kernels.gpu.triton_lowering import compiler_params, operations
 
 Ref = Any

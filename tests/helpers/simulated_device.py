@@ -94,6 +94,10 @@ class SimulatedArrays:
         output = ServeOutput(columns=columns.astype(np.int32), logprobs=None, draft_tokens=0)
         self._outputs.append((output, self._free_s))
 
+    def is_ready(self, back):
+        _, end_s = self._outputs[-1 - back]
+        return self._clock.now >= end_s
+
     def read(self, back):
         output, end_s = self._outputs[-1 - back]
         self._clock.now = max(self._clock.now, end_s)

@@ -181,7 +181,7 @@ def of_manager(manager, slot):
             held | {"token_ids": prefix["token_ids"]},
         ),
         Target("KVCacheManager.evict", manager.evict, {"num_blocks": 0},
-               {"num_blocks": bad.integer(0)}),
+               {"num_blocks": bad.integer(0)}, free=("room",)),  # of those who copy what leaves
         Target(
             "PoolPlan.blocks_needed", manager.plan.blocks_needed, {"tokens": 1},
             {"tokens": bad.integer(1, 256), "in_flight_tokens": bad.integer(0, None)},

@@ -13,11 +13,10 @@ import re
 from typing import Any
 
 import jax
-from jax._src.interpreters import mlir
-from jax._src.pallas import core as pallas_core
 from jaxlib.mlir import ir
 
 from pallas_kernels.common.backend import compute_capability
+from pallas_kernels.gpu.compat import mlir, pallas_core
 from pallas_kernels.gpu.triton_language import arithmetic, control, disk_cache, memory, shapes
 from pallas_kernels.gpu.triton_language.source import Source, translate, type_of
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-from jax._src import core as jax_core
-from jax._src import effects
-from jax._src.pallas import core as pallas_core
 from jax.extend.core import Primitive
+
+from pallas_kernels.gpu.compat import effects, jax_core, pallas_core
 
 
 class _BarrierEffect(jax_core.Effect):

@@ -91,6 +91,9 @@ class Obedient:
         self._most_steps = engine.plan.steps_per_call
         self._masks = self._counts = None
 
+    def is_ready(self, back):
+        return True
+
     def launch(
         self, step_input, snapshots, checked, nexts, num_steps=None, *_, only_trunk=False, **__
     ):

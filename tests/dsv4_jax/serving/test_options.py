@@ -118,7 +118,7 @@ def test_steps_have_a_bound_on_gpus_by_default_and_elsewhere_if_it_is_given(monk
     assert bound() == float("inf")
     assert bound(max_step_ms=40) == 0.04
     monkeypatch.setattr(sizing.jax, "default_backend", lambda: "gpu")
-    assert bound() == 0.1
+    assert bound() == 0.12
     assert bound(max_step_ms=600_000) == float("inf")
 
 

@@ -145,7 +145,9 @@ def test_kernels_for_blocks_of_128_take_no_others():
     values = np.ones((128, 128), np.float32)
     fp8 = quantize_block_fp8(values, dtype="bfloat16", block=32)
     assert "got blocks of 32" in find_obstacle(x, fp8)
-    assert "got blocks of 32" in triton_gpu.find_obstacle(x, [fp8])
+    assert triton_gpu.find_obstacle(x, [fp8]) is None
+    more = jax.ShapeDtypeStruct((3, 128), jnp.bfloat16)
+    assert "for at most 2 rows, got 3" in triton_gpu.find_obstacle(more, [fp8])
     # Rows that MXFP4 rounds by 32 inputs may have a scale for 128 of them.
     fp4 = quantize_mxfp4(values, dtype="bfloat16", row_group=32)
     assert find_obstacle(x, fp4) is None
