@@ -29,9 +29,20 @@ def key_of(*parts: Any) -> str:
     """A name for what Triton makes of these, which are values of JSON.
 
     The version of Triton is in it, and the environment as far as Triton reads it.
+
+    Raises:
+      ModuleNotFoundError: there is no Triton.
     """
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        raise ModuleNotFoundError(
+            "kernels for Triton need the package triton where jax has no Triton backend of Pallas, "
+            "or PALLAS_KERNELS_TRITON asks for it, and it is not installed; install "
+            "dsv4-jax[cuda13] or dsv4-jax[cuda12]"
+        ) from None
     variables = sorted((k, v) for k, v in os.environ.items() if k.startswith(_VARIABLES))
-    told = [_FORMAT, importlib.metadata.version("triton"), variables, *parts]
+    told = [_FORMAT, version, variables, *parts]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 

@@ -74,3 +74,12 @@ def test_a_folder_that_takes_nothing_is_said(folder, make):
 def test_without_a_folder_nothing_is_kept(folder, make, chosen):
     jax.config.update("jax_compilation_cache_dir", chosen)
     assert [disk_cache.kept("key", make)["ptx"] for _ in range(2)] == [".entry 1", ".entry 2"]
+
+
+def test_without_triton_it_is_said_what_to_install(monkeypatch):
+    def lacks(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", lacks)
+    with pytest.raises(ModuleNotFoundError, match=r"need the package triton.*dsv4-jax\[cuda13\]"):
+        disk_cache.key_of("ptx", "def kernel(): ...")
