@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 MOST_LOADING = 16
 """Runs on their way to the device, of all requests: they are memory of the device, too."""
 
-_FETCHING = 4
-"""Threads that copy them."""
+_FETCHING = MOST_LOADING
+"""Threads that copy them: each waits for the steps before its copy, and before its checksums."""
 
 _LOOKED_UP_TOGETHER = 64
 """Blocks, between two looks at the clock."""

@@ -107,7 +107,8 @@ class PageMemory:
         """
         device = self._device
         there = SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
-        sent = jax.device_put(list(parts), there)
+        # What is launched on copies that are under way makes the steps behind it wait for them.
+        sent = jax.block_until_ready(jax.device_put(list(parts), there))
         packed = sent[0]
         if len(sent) > 1:
             rows, start = sum(part.shape[0] for part in sent), 0
