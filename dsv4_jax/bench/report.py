@@ -71,13 +71,20 @@ def _experts(row: dict[str, Any]) -> str:
     return f", {row['experts_read']:.1f} experts of a layer" if "experts_read" in row else ""
 
 
+def _experts_of_table(row: dict[str, Any]) -> str:
+    """Those that were read; where a mesh counts none, those that picks by the law are to reach."""
+    if "experts_read" in row:
+        return f"{row['experts_read']:.1f}"
+    return f"~{row['expected_experts']:.1f}"
+
+
 def decode_table(rows: Sequence[dict[str, Any]]) -> str:
     """A table of `bench decode`, one line per case."""
     columns = {
         "batch": lambda r: f"{r['batch']}",
         "context": lambda r: f"{r['context']:,}",
         "routing": lambda r: r["routing"],
-        "experts": lambda r: f"{r['experts_read']:.1f}",
+        "experts": _experts_of_table,
         "ms/step": lambda r: f"{r['step_ms']:.3f}",
         "spread": lambda r: f"{(r['step_ms_most'] - r['step_ms_least']) / r['step_ms']:.1%}",
         "in a loop": lambda r: f"{r['loop_ms']:.3f}",

@@ -33,7 +33,11 @@ def test_a_decode_step():
     assert f"uniform routing 4.980 ms {rest}zipf routing 4.200 ms {rest}" in report.decode_line(row)
     heading, *lines, _, _ = [*report.decode_table([row]).splitlines(), "", ""]
     assert heading.split()[:4] == ["batch", "context", "routing", "experts"]
-    assert [line.split()[2] for line in lines] == ["uniform", "zipf"]
+    assert [line.split()[2:4] for line in lines] == [["uniform", "43.1"], ["zipf", "43.1"]]
+    for each in row["by_routing"].values():  # as of a mesh
+        each["expected_experts"] = each.pop("experts_read") + 1
+    _, *lines = report.decode_table([row]).splitlines()
+    assert [line.split()[3] for line in lines] == ["~44.1", "~44.1"]
 
 
 def test_a_prompt():
