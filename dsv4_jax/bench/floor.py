@@ -165,7 +165,7 @@ def step_floor(
                 data=data,
                 model=model,
                 rows=rows,
-                rounds_rows=activations == "fp8" and _has_quantised_experts(params),
+                rounds_rows=activations == "fp8" and has_quantised_experts(params),
             ),
             *(split_collectives(config, model=model, rows=rows, context=context) * split_cache),
         ),
@@ -175,15 +175,23 @@ def step_floor(
 
 
 def step_collectives(
-    config: DSV4Config, *, data: int, model: int, rows: int, rounds_rows: bool = False
+    config: DSV4Config,
+    *,
+    data: int,
+    model: int,
+    rows: int,
+    rounds_rows: bool = False,
+    layers: int | None = None,
 ) -> tuple[Collective, ...]:
     """The collectives of a decode step with that many rows on each data shard.
+
+    `layers` are those of the step; None is all of the trunk.
 
     A gather of N bytes over n devices sends (n - 1) / n * N of each, and so does a scatter of sums;
     a sum that all devices want is both. Where experts round rows to E4M3 (`rounds_rows`), many rows
     are sent so, with a scale for each 128 values.
     """
-    layers, dim = config.num_layers, config.hidden_size
+    layers, dim = config.num_layers if layers is None else layers, config.hidden_size
     collectives = []
     if model > 1:
         half = (model - 1) / model
@@ -258,7 +266,8 @@ def busiest_experts(config: DSV4Config, *, batch: int, num_devices: int) -> floa
     return float(np.mean(most))
 
 
-def _has_quantised_experts(params: DSV4Params) -> bool:
+def has_quantised_experts(params: DSV4Params) -> bool:
+    """Whether routed experts are in a format whose products round rows."""
     return any(
         weight_family(path) == "routed experts" and is_quantized(weight)
         for path, weight in walk_weights(params)
@@ -299,6 +308,13 @@ def _stream_work(config: DSV4Config, rows: int) -> Iterator[tuple[int, Work]]:
     yield 2 * config.num_layers, Work("hyper-connections", moved)
 
 
+def with_heads_of_a_device(config: DSV4Config, model: int) -> DSV4Config:
+    """The model with those heads that one of so many devices has."""
+    heads = config.num_attention_heads // model
+    groups = math.gcd(config.o_groups, heads)
+    return dataclasses.replace(config, num_attention_heads=heads, o_groups=groups)
+
+
 def _cache_work(
     config: DSV4Config,
     rows: int,
@@ -312,11 +328,7 @@ def _cache_work(
     Where that is split: all heads and some of the entries, and sums in f32 that it writes and then
     reads.
     """
-    local = dataclasses.replace(
-        config,
-        num_attention_heads=config.num_attention_heads // model,
-        o_groups=math.gcd(config.o_groups, config.num_attention_heads // model),
-    )
+    local = with_heads_of_a_device(config, model)
     for spec in layer_schedule(config):
         sizes = {"batch": rows, "context": context, "cache_format": cache_format}
         works = roofline.cache_work(local, spec, **sizes)

@@ -29,7 +29,7 @@ from dsv4_jax.hosts import meet
 from dsv4_jax.mesh import mesh_sizes, shardings_of
 from dsv4_jax.model.params import DSV4Params, param_shapes, unstack_layers
 from dsv4_jax.model.shardings import param_shardings
-from dsv4_jax.peers import make_peer_buffers
+from dsv4_jax.peers import PeerBuffers, make_peer_buffers
 from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.decode import jit_decode_step
 
@@ -75,26 +75,16 @@ class MeshSteps:
 
     def _compile(self, case: DecodeCase) -> Programs:
         setup = self._setup(case)
-        shapes = unstack_layers(param_shapes(self.config, weights=self.weights))
-        params = jax.tree.map(
-            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-            shapes,
-            param_shardings(self.config, self.mesh, shapes),
-        )
-        peers = jax.tree.map(
-            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding),
-            self.peers,
-        )
-        params = dataclasses.replace(params, peers=peers)
-        cache = _shapes_on_every_shard(setup.shapes, self.mesh)
-        call = _shapes_on_every_shard(setup.step_input, self.mesh)
+        params = param_shapes_on(self.mesh, self.config, weights=self.weights, peers=self.peers)
+        cache = shapes_on_every_shard(setup.shapes, self.mesh)
+        call = shapes_on_every_shard(setup.step_input, self.mesh)
         programs: Programs = {}
         if "step" in case.parts:
             static = {"config": self.config, "activations": case.activations}
             static["options"] = decode_options()
             programs["step"] = compile_program(jit_decode_step, params, cache, call, **static)
         if "loop" in case.parts:
-            rows = _shapes_on_every_shard(greedy_rows(setup.case.batch), self.mesh)
+            rows = shapes_on_every_shard(greedy_rows(setup.case.batch), self.mesh)
             programs["loop"] = compile_loop(setup, params, cache, call, rows)
         return programs
 
@@ -226,6 +216,22 @@ def _floor_fields(floor: StepFloor) -> dict[str, Any]:
     }
 
 
+def param_shapes_on(
+    mesh: Mesh, config: DSV4Config, *, weights: str, peers: PeerBuffers | None
+) -> DSV4Params:
+    """Shapes of parameters on a mesh, unstacked, with its peer buffers; weights as `param_shapes`.
+
+    Programs that are compiled for them run with parameters of `random_params`.
+    """
+    shapes = unstack_layers(param_shapes(config, weights=weights))
+    params, buffers = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        (shapes, peers),
+        (param_shardings(config, mesh, shapes), jax.tree.map(lambda one: one.sharding, peers)),
+    )
+    return dataclasses.replace(params, peers=buffers)
+
+
 def on_every_shard[T](tree: T, mesh: Mesh) -> T:
     """Arrays of one data shard, as those of a mesh whose data shards all have the same.
 
@@ -240,7 +246,7 @@ def on_every_shard[T](tree: T, mesh: Mesh) -> T:
     return jax.tree.map(spread, tree, shardings_of(tree, mesh))
 
 
-def _shapes_on_every_shard[T](tree: T, mesh: Mesh) -> T:
+def shapes_on_every_shard[T](tree: T, mesh: Mesh) -> T:
     """`on_every_shard` of shapes."""
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(

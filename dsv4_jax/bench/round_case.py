@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from dsv4_jax.bench.fill import filled_cache
 from dsv4_jax.cache.empty_cache import cache_shapes
@@ -21,6 +23,7 @@ from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.draft import DSparkConfig
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
+from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.sampling import make_sampling
 from dsv4_jax.step.serve_values import FIRST_DRAFT, LAST_DRAWN, ServeInput, ServeOutput
 
@@ -30,7 +33,7 @@ _STAGES = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundCase:
-    """One point of the benchmark.
+    """One point of the benchmark, on one device; `MeshRoundCase` is on several.
 
     Attributes:
       batch: B, requests of a step.
@@ -51,6 +54,37 @@ class RoundCase:
     routing: str = "uniform"
 
     @property
+    def mesh_sizes(self) -> tuple[int, int]:
+        """Data shards, and devices of each."""
+        return 1, 1
+
+    @property
+    def local_devices(self) -> int:
+        """Devices of this process that run it."""
+        return 1
+
+    @property
+    def rows(self) -> np.ndarray:
+        """i32[B], number of each request on its data shard; it is row and slot."""
+        shard = self.batch // self.mesh_sizes[0]
+        return np.arange(self.batch, dtype=np.int32) % shard
+
+    def sizes(self) -> dict[str, Any]:
+        """What a row tells of the point."""
+        names = [field.name for field in dataclasses.fields(RoundCase) if field.name != "limit_s"]
+        sizes = {name: getattr(self, name) for name in names}
+        data, model = self.mesh_sizes
+        return sizes if data * model == 1 else sizes | {"data": data, "model": model}
+
+    def placed[T](self, tree: T) -> T:
+        """Arrays of all requests, where the programs want them."""
+        return tree
+
+    def device_params(self, params: DSV4Params) -> DSV4Params:
+        """The shapes of what a device holds of parameters, or of their shapes."""
+        return params
+
+    @property
     def row_tokens(self) -> int:
         """Tokens of a request in a round: the last drawn one and its drafts."""
         return self.draft_tokens + 1
@@ -64,7 +98,7 @@ class RoundCase:
     def lengths(self) -> np.ndarray:
         """i32[B], tokens of each request before the first round."""
         room = self.rounds * self.row_tokens
-        return (self.context - room - np.arange(self.batch) % 4).clip(0).astype(np.int32)
+        return (self.context - room - self.rows % 4).clip(0).astype(np.int32)
 
     def cache_shapes(self, config: DSV4Config) -> ModelCache:
         """What `fill` makes, as shapes."""
@@ -87,17 +121,22 @@ class RoundCase:
 
     def store(self, cache: ModelCache) -> SnapshotStore:
         """A store that a round is given, and keeps nothing in."""
-        return init_snapshot_store(cache, 1)
+        return init_snapshot_store(cache, self.mesh_sizes[0])
+
+    def store_shapes(self, cache: ModelCache) -> SnapshotStore:
+        """What `store` makes, as shapes, of those of a cache."""
+        return jax.eval_shape(self.store, cache)
 
     def rewind(self, cache: ModelCache) -> ModelCache:
         """Restores the lengths, so that no measurement exceeds the context."""
-        return dataclasses.replace(cache, length_tokens=jnp.asarray(self.lengths))
+        lengths = self.placed(jnp.asarray(self.lengths))
+        return dataclasses.replace(cache, length_tokens=lengths)
 
     def step_input(self, tokens: np.ndarray) -> ServeInput:
         """The input of a step that runs i32[B, n] and draws after each token, greedily."""
         batch, count = tokens.shape
-        rows = jnp.arange(batch, dtype=jnp.int32)
-        return ServeInput(
+        rows = jnp.asarray(self.rows)
+        given = ServeInput(
             step=StepInput(
                 token_ids=jnp.asarray(tokens.reshape(-1), jnp.int32),
                 request_ids=jnp.repeat(rows, count),
@@ -111,6 +150,7 @@ class RoundCase:
             ),
             least_survival=jnp.zeros(batch) if count > 1 else None,  # all drafts are checked
         )
+        return self.placed(given)
 
     def random_input(self, config: DSV4Config, count: int) -> ServeInput:
         """Of a step of so many random tokens of each request, which pick experts at random."""
@@ -134,7 +174,8 @@ class RoundCase:
         step = dataclasses.replace(
             given.step, request_ids=jnp.where(place > 0, -1, given.step.request_ids)
         )
-        return dataclasses.replace(given, step=step, num_checked=jnp.ones(self.batch, jnp.int32))
+        ones = jnp.ones(self.batch, jnp.int32)
+        return self.placed(dataclasses.replace(given, step=step, num_checked=ones))
 
     def first_tokens(self, config: DSV4Config) -> np.ndarray:
         """i32[B], random."""
@@ -149,13 +190,14 @@ class RoundCase:
         rng = np.random.default_rng(self.batch + 1)
         drafts = rng.integers(0, config.vocab_size, (self.batch, draft_tokens))
         drawn = jnp.asarray(self.first_tokens(config))[:, None]
-        return ServeOutput.of(
+        given = ServeOutput.of(
             jnp.pad(drawn, ((0, 0), (0, draft_tokens)), constant_values=-1),
             jnp.ones(self.batch, jnp.int32),
             jnp.asarray(drafts, jnp.int32),
             empty.logprobs,
             confidence=empty.confidence,
         )
+        return self.placed(given)
 
 
 def usual_stages(config: DSV4Config) -> DSparkConfig:
@@ -195,8 +237,13 @@ def tokens_needed(case: RoundCase) -> int:
 
 
 def shapes_of[T](tree: T) -> T:
-    """The shapes and dtypes of a tree of arrays."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+    """The shapes and dtypes of a tree of arrays, and where on a mesh they lie."""
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        where = leaf.sharding if isinstance(leaf.sharding, NamedSharding) else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    return jax.tree.map(shape, tree)
 
 
 @functools.partial(jax.jit)

@@ -116,7 +116,7 @@ def _makers(
 
     def whole_round(options: dict[str, str] | None) -> Program:
         given = shapes_of((case.round_input(), case.output(config, case.draft_tokens)))
-        store = jax.eval_shape(case.store, cache)
+        store = case.store_shapes(cache)
         return compile_program(
             jit_serve_step, params, cache, store, *given,
             config=config, draft_tokens=case.draft_tokens, options=options, **common,

@@ -12,9 +12,10 @@ def floor_lines(row: dict[str, Any]) -> list[str]:
     """What a plain step and a round must read."""
     sizes = {name: f"{count / 1e9:.3f}" for name, count in row["bytes"].items()}
     experts = ", ".join(f"{n} rows {e:.1f}" for n, e in row["expected_experts"].items())
+    each = " on each device" if "data" in row else ""
     return [
-        f"{_where(row)}: a plain step reads {sizes['plain']} GB; a round {sizes['round']}: rows "
-        f"{sizes['verify']}, context {sizes['context']}, pass {sizes['block_pass']}, chain "
+        f"{_where(row)}: a plain step reads {sizes['plain']} GB{each}; a round {sizes['round']}: "
+        f"rows {sizes['verify']}, context {sizes['context']}, pass {sizes['block_pass']}, chain "
         f"{sizes['chain']}",
         f"{_where(row)}: experts of a layer that independent picks read: {experts}",
     ]
@@ -64,6 +65,11 @@ def kept_line(row: dict[str, Any], kept: int) -> str:
 
 
 def _floor(found: dict[str, Any]) -> str:
+    if "collectives" in found:
+        return (
+            f"floor {found['floor_ms']:.3f} ms, {found['floor_collectives_ms']:.3f} of them "
+            f"{found['collectives']} collectives, {found['floor_share']:.0%} of the time,"
+        )
     text = f"floor {found['floor_ms']:.3f} ms, {found['floor_share']:.0%} of its bandwidth,"
     if "experts_read" in found:
         text += (
@@ -92,4 +98,5 @@ def token_table(rows: list[dict[str, Any]]) -> str:
 
 def _where(row: dict[str, Any]) -> str:
     requests = "1 request" if row["batch"] == 1 else f"{row['batch']} requests"
-    return f"{requests} of {row['context']:,} tokens, {row['draft_tokens']} drafts"
+    mesh = f" on {row['data']}x{row['model']}" if "data" in row else ""
+    return f"{requests} of {row['context']:,} tokens, {row['draft_tokens']} drafts{mesh}"

@@ -27,7 +27,7 @@ from dsv4_jax.bench.round_programs import BLOCK_PICKS, PICKS, Model, context_arg
 from dsv4_jax.bench.routing import mean_distinct
 from dsv4_jax.bench.routing_laws import LAWS
 from dsv4_jax.bench.taught_rounds import Reader, taught_rounds, tokens_per_s
-from dsv4_jax.bench.timing import Calls, Timing, dispatch, time_calls, time_ratio
+from dsv4_jax.bench.timing import Calls, Timing, dispatch, settled, time_calls, time_ratio
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
@@ -65,17 +65,18 @@ def bench_rounds(
       `beside_plain`, of some parts how many times as long as a plain step they take, measured in
       turns with it. `failed` has the error of each part that failed.
     """
+    data, devices = case.mesh_sizes
     floors = round_bytes(
-        model.config, model.params, batch=case.batch, draft_tokens=case.draft_tokens,
-        context=case.context, cache_format=case.cache_format, exponent=LAWS[case.routing],
+        model.config, case.device_params(model.params), batch=case.batch,
+        draft_tokens=case.draft_tokens, context=case.context, cache_format=case.cache_format,
+        exponent=LAWS[case.routing], data=data, model=devices, activations=case.activations,
     )  # fmt: skip
-    row: dict[str, Any] = dataclasses.asdict(case) | {
+    row: dict[str, Any] = case.sizes() | {
         "rounds": case.rounds,
         "bytes": {name: getattr(floors, name) for name in _COUNTED},
         "expected_experts": floors.experts,
         "parts": {},
     }
-    del row["limit_s"]
     reads = _reader(model, case, programs, row)
     some = case.random_input(model.config, case.row_tokens)
     timers: dict[str, Callable[[Any], Iterator[dict[str, Any]]]] = {
@@ -86,7 +87,9 @@ def bench_rounds(
         "context": lambda p: _context(model, case, p),
         "undrafted": lambda p: _plain(case, model.config, model.params, p, False),
         "free": lambda p: _rounds(model, case, p, case.round_input(), reads, False),
-        "overlapped": lambda p: _rounds(model, case, p, some, reads, False),
+        "overlapped": lambda p: _rounds(
+            model, case, p, some, reads, profile and "round" not in programs
+        ),
     }
     for part, program in programs.items():
         if part not in timers:
@@ -155,7 +158,7 @@ def _plain(
     timing, state = _time(case, calls.call, calls.state, calls.rewind, calls.count)
     yield timing.fields() | {"tokens_per_s": case.batch / timing.median_s}
     if profile:
-        yield {"profile": _profiled(program, calls.call, calls.rewind(state))}
+        yield {"profile": _profiled(case, program, calls.call, calls.rewind(state))}
 
 
 def _round_calls(model: Model, case: RoundCase, program: Program, given: ServeInput) -> Calls:
@@ -193,12 +196,12 @@ def _rounds(
     timing, state = _time(case, call, calls.state, rewind, case.rounds)
     kept, state = [], rewind(state)
     for _ in range(case.rounds):
-        state = call(state)
+        state = settled(call(state))
         kept.append(np.asarray(state[2].num_kept))
     found = {"peak_bytes": peak_bytes(), "tokens_a_round": mean_kept(kept)}
     yield timing.fields() | found | reads(rewind(state)[0], given, state[2])
     if profile:
-        yield {"profile": _profiled(program, call, rewind(state))}
+        yield {"profile": _profiled(case, program, call, rewind(state))}
 
 
 def _proposal(
@@ -225,7 +228,7 @@ def _proposal(
         found["experts_read"] = mean_distinct(picks.run(params, cache, anchors))
     yield found
     if profile:
-        yield {"profile": _profiled(program, call, None)}
+        yield {"profile": _profiled(case, program, call, None)}
 
 
 def _context(model: Model, case: RoundCase, loops: Loops) -> Iterator[dict[str, Any]]:
@@ -269,10 +272,15 @@ def _time(
     )
 
 
-def _profiled(program: Program, call: Callable[[Any], Any], state: Any) -> list[dict[str, Any]]:
+def _profiled(
+    case: RoundCase, program: Program, call: Callable[[Any], Any], state: Any
+) -> list[dict[str, Any]]:
     """Launches of a call; `state` must have room for some."""
     return profile_launches(
-        program.run, lambda: dispatch(call, state, _PROFILED), calls=_PROFILED, devices=1
+        program.run,
+        lambda: dispatch(call, state, _PROFILED),
+        calls=_PROFILED,
+        devices=case.local_devices,
     )
 
 
@@ -282,6 +290,8 @@ def _add_floor(found: dict[str, Any], floors: RoundBytes, name: str, case: Round
         return
     floor_ms = floors.floor_ms(name)
     found |= {"floor_ms": floor_ms, "floor_share": floor_ms / found["ms"]}
+    if count := floors.num_collectives(name):
+        found |= {"collectives": count, "floor_collectives_ms": floors.collectives_ms(name)}
     if "experts_read" in found:
         rows, each = case.batch * case.row_tokens, floors.expert
         if name != "round":

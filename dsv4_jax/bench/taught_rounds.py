@@ -22,7 +22,7 @@ from dsv4_jax.bench.round_case import (
     tokens_needed,
 )
 from dsv4_jax.bench.round_programs import Model
-from dsv4_jax.bench.timing import time_calls
+from dsv4_jax.bench.timing import settled, time_calls
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.serve_values import ServeInput, ServeOutput
@@ -61,7 +61,7 @@ def taught_rounds(
     def restored(cache: ModelCache) -> ModelCache:
         return dataclasses.replace(case.rewind(cache), state=copied(saved))
 
-    cache, tokens = _recorded(model, case, program, cache)
+    cache, tokens = recorded(model, case, program, cache)
     state: Any = restored(cache), store, case.output(config, case.draft_tokens)
     del cache
     row["kept"] = {}
@@ -80,7 +80,7 @@ def taught_rounds(
         found, state = [], rewind(state)
         experts = reads(state[0], inputs[0], state[2])
         for _ in range(case.rounds):
-            state = rounds(state)
+            state = settled(rounds(state))
             found.append(np.asarray(state[2].num_kept))
         row["kept"][kept] = {
             **timing.fields(),
@@ -128,7 +128,7 @@ class _Rounds:
         return self._program.run(self._params, *state[:2], given, state[2])
 
 
-def _recorded(
+def recorded(
     model: Model, case: RoundCase, program: Program, cache: ModelCache
 ) -> tuple[ModelCache, np.ndarray]:
     """The cache after rounds without drafts, and what each request says in them; i32[B, n].
@@ -140,6 +140,7 @@ def _recorded(
     store, given = case.store(cache), case.alone_input()
     said = [jnp.copy(output.columns[:, 0])]
     for _ in range(tokens_needed(case) - 1):
-        cache, store, output = program.run(model.params, cache, store, given, output)
+        state = program.run(model.params, cache, store, given, output)
+        cache, store, output = settled(state)
         said.append(jnp.copy(output.columns[:, 0]))
     return cache, np.stack([np.asarray(tokens) for tokens in said], axis=1)

@@ -168,14 +168,17 @@ def dispatch(call: Callable[[Any], Any], state: Any, times: int) -> tuple[float,
     On a CPU each call is waited for: where several run on a mesh, one can wait for ever in the
     collectives of another.
     """
-    state, waits = jax.block_until_ready(state), jax.default_backend() == "cpu"
+    state = jax.block_until_ready(state)
     start = time.perf_counter()
     for _ in range(times):
-        state = call(state)
-        if waits:
-            jax.block_until_ready(state)
+        state = settled(call(state))
     jax.block_until_ready(state)
     return time.perf_counter() - start, state
+
+
+def settled[T](state: T) -> T:
+    """What a call gave, waited for on a CPU (`dispatch`)."""
+    return jax.block_until_ready(state) if jax.default_backend() == "cpu" else state
 
 
 def copy_bandwidth(repeats: int = 7) -> float:

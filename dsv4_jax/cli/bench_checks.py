@@ -35,6 +35,14 @@ def check_mesh(args: argparse.Namespace) -> None:
         )
     if args.what == "decode":
         parts = ("step",) if args.quick else args.parts
+        if args.depths:
+            raise ValueError(
+                "--depths runs on one device; leave --data-shards and --model-shards out"
+            )
+        if args.drafts and not args.quick:
+            raise ValueError(
+                "bench decode --drafts times whole steps and rounds alone on a mesh; add --quick"
+            )
         if not set(parts) <= {"step", "loop"}:
             raise ValueError(
                 "bench decode times whole steps on a mesh, alone and in a loop; add --parts step"

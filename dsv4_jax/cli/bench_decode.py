@@ -91,8 +91,8 @@ def add_arguments(steps: argparse.ArgumentParser) -> None:
         "--drafts",
         type=whole(1, 16),
         help="time rounds that check so many drafts of DSpark stages, whole, in parts and by how "
-        "many they keep, beside plain steps, and with --quick the two alone; if not given, steps "
-        "without drafts",
+        "many they keep, beside plain steps, and with --quick the two alone; on a mesh with "
+        "--quick; if not given, steps without drafts",
     )
     steps.add_argument(
         "--depths",

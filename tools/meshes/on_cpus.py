@@ -7,6 +7,7 @@
     python -m tools.meshes.on_cpus engine 4x2 2x1 --seeds 0 1 2 --events 300 --scarce
     python -m tools.meshes.on_cpus grammars 2x2 1x2 2x1
     python -m tools.meshes.on_cpus drafts 2x1 1x2 2x2          DSpark drafts
+    python -m tools.meshes.on_cpus rounds 2x1 1x2 2x2          rounds of the benchmark
     python -m tools.meshes.on_cpus mixed                       arguments on different meshes
     python -m tools.meshes.on_cpus peers                       buffers of peers
 
@@ -16,7 +17,7 @@
 import argparse
 import json
 
-from tools.meshes import drafts, engine, grammars, mixed, peers, split, steps
+from tools.meshes import drafts, engine, grammars, mixed, peers, rounds, split, steps
 from tools.meshes.harness import run_module
 
 CHECKS = {
@@ -25,6 +26,7 @@ CHECKS = {
     "engine": engine,
     "grammars": grammars,
     "drafts": drafts,
+    "rounds": rounds,
 }
 WITHOUT_MESHES = {"mixed": mixed, "peers": peers}
 """Checks whose meshes are their own."""

@@ -76,3 +76,22 @@ def test_bench_of_points_some_with_a_split_cache(tmp_path):
     command("bench", "decode", "--parts", "step", "--compile-only", *points, *small)
     rows = json.loads(path.read_text())["rows"]
     assert all("compile_s" in row and "step_ms" not in row for row in rows)
+
+
+def test_bench_of_rounds_keeps_what_it_taught(tmp_path):
+    path = tmp_path / "out.json"
+    small = ("tiny", "--layers", "1", "--drafts", "2", "--quick", "--json", str(path), *MESH)
+    points = ("--points", "2@48", "--part-limit-s", "0.1")
+    command("bench", "decode", "--compile-only", *points, *small)
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["parts"].keys() == {"plain", "round"}
+    assert all("compile_s" in part and "ms" not in part for part in row["parts"].values())
+    text = command("bench", "decode", "--profile", *points, *small)
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["data"], row["model"], row["batch"]) == (2, 2, 2)
+    assert [each["tokens_a_round"] for each in row["kept"].values()] == [1, 2, 3]
+    assert {each["as_taught"] for each in row["kept"].values()} == {1.0}
+    for part in (*row["parts"].values(), *row["kept"].values()):
+        assert 0 < part["floor_collectives_ms"] < part["floor_ms"] < part["ms"]
+    assert "1.00 tokens a round" in text
+    assert "2 drafts on 2x2, taught to keep 2: " in text
