@@ -35,6 +35,7 @@ from dsv4_jax.bench.round_case import usual_stages
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.cache.snapshots import SnapshotPlan, init_snapshot_store
 from dsv4_jax.cli.arguments import add_activations, add_weights
+from dsv4_jax.config.first_layers import first_layers
 from dsv4_jax.model.weight_forms import RELEASE_FORMS
 from dsv4_jax.model.weight_sizes import FORMATS, walk_weights, weight_format
 from dsv4_jax.step.decode_steps import jit_plain_decode_steps
@@ -204,37 +205,11 @@ def chosen_config(arguments):
     experts = arguments.experts or config.num_routed_experts
     layers = arguments.layers or len(config.layer_types)
     config = dataclasses.replace(
-        config,
-        layer_types=config.layer_types[:layers],
-        router_types=config.router_types[:layers],
+        first_layers(dataclasses.replace(config, dspark=None), layers),
         num_routed_experts=experts,
         num_mtp_layers=int(arguments.drafts > 0 and not arguments.dspark),
-        sources=_first_sources(config.sources, layers),
-        engram=_first_tables(config.engram, layers),
-        dspark=None,
     )
     return dataclasses.replace(config, dspark=usual_stages(config)) if arguments.dspark else config
-
-
-def _first_sources(sources, layers):
-    """Who makes and selects among the first layers, if those of the model share entries."""
-    if sources is None:
-        return None
-    limit = sources.candidates
-    return dataclasses.replace(
-        sources,
-        ratios=sources.ratios[:layers],
-        makers=tuple(maker for maker in sources.makers if maker < layers),
-        selectors=tuple(selector for selector in sources.selectors if selector < layers),
-        candidates=limit if limit is not None and limit.layer < layers else None,
-    )
-
-
-def _first_tables(engram, layers):
-    """The Engram tables of the first layers; None where they have none."""
-    if engram is None or engram.layers[0] >= layers:
-        return None
-    return dataclasses.replace(engram, layers=tuple(n for n in engram.layers if n < layers))
 
 
 def main():

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
 from dsv4_jax.checkpoint.find import SHIPPED
 from dsv4_jax.cli.old_names import add_old_first, add_old_name
 from dsv4_jax.cli.values import num_bytes, num_bytes_or_auto, real, utf8_text, whole, wholes
@@ -110,8 +109,8 @@ def add_activations(parser: argparse.ArgumentParser, *, prefill: bool = True) ->
 
 
 def add_cache_format(parser: argparse.ArgumentParser) -> None:
-    """Adds the storage format of a cache, by name."""
-    add_fields(parser, EngineOptions, ["cache_format"], cache_format=DEFAULT_CACHE_FORMAT)
+    """Adds the storage format of a cache, by name; None if not given, which is the model's own."""
+    add_fields(parser, EngineOptions, ["cache_format"])
 
 
 def add_seconds(

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from dsv4_jax.bench.routing_laws import LAWS
+from dsv4_jax.cache.schema import choose_cache_format
 from dsv4_jax.cli.arguments import (
     add_activations,
     add_cache_format,
@@ -20,6 +21,7 @@ from dsv4_jax.cli.output_files import output_file
 from dsv4_jax.cli.presets import PRESETS, read_config
 from dsv4_jax.cli.values import real, whole, wholes
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.first_layers import first_layers
 from dsv4_jax.config.kinds import show
 from dsv4_jax.model.weight_forms import WEIGHT_FORMS
 
@@ -113,22 +115,20 @@ def add_contexts(parser: argparse.ArgumentParser, sizes: tuple[str, str]) -> Non
 def config_of(args: argparse.Namespace) -> DSV4Config:
     """The model that was asked for, with its first layers and as many experts as that says.
 
+    Where no cache format was asked for, the model's own is put into `args`.
+
     Raises:
       ValueError: it has not so many layers, or a token picks more experts.
+      NotImplementedError: the model has no cache of the format that was asked for.
     """
     config = read_config(args.config, drafts=False, follow_links=args.follow_links)
     layers = config.num_layers if args.layers is None else args.layers
     experts = config.num_routed_experts if args.experts is None else args.experts
-    if not 1 <= layers <= config.num_layers:
-        raise ValueError(f"layers must be in 1..{config.num_layers}, got {layers}")
     if experts < config.num_experts_per_token:
         raise ValueError(f"experts must be at least {config.num_experts_per_token}, got {experts}")
-    return dataclasses.replace(
-        config,
-        layer_types=config.layer_types[:layers],
-        router_types=config.router_types[:layers],
-        num_routed_experts=experts,
-    )
+    config = dataclasses.replace(first_layers(config, layers), num_routed_experts=experts)
+    args.cache_format = choose_cache_format(config, args.cache_format)
+    return config
 
 
 def status_of(rows: list[dict[str, Any]]) -> int:
