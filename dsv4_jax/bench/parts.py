@@ -113,13 +113,18 @@ def one_token_each(config: DSV4Config, batch: int) -> StepInput:
     rows = jnp.arange(batch, dtype=jnp.int32)
     rng = np.random.default_rng(batch)
     tokens = jnp.asarray(rng.integers(0, config.vocab_size, batch), jnp.int32)
-    engram = None
-    if (sizes := config.engram) is not None:
-        lead = batch, len(sizes.layers), sizes.num_columns
-        codes = rng.integers(0, _E4M3_CODES, (*lead, sizes.head_dim), dtype=np.uint8)
-        scales = np.full((*lead, -(-sizes.head_dim // GROUP)), _ENGRAM_SCALE, np.uint8)
-        engram = EngramRows(values=jnp.asarray(codes), scale=jnp.asarray(scales))
+    engram = random_rows(config, batch, rng)
     return StepInput(token_ids=tokens, request_ids=rows, request_slots=rows, engram=engram)
+
+
+def random_rows(config: DSV4Config, num_tokens: int, rng: np.random.Generator) -> EngramRows | None:
+    """What tokens read of Engram tables, drawn, on the device; None of a model without tables."""
+    if (sizes := config.engram) is None:
+        return None
+    lead = num_tokens, len(sizes.layers), sizes.num_columns
+    codes = rng.integers(0, _E4M3_CODES, (*lead, sizes.head_dim), dtype=np.uint8)
+    scales = np.full((*lead, -(-sizes.head_dim // GROUP)), _ENGRAM_SCALE, np.uint8)
+    return EngramRows(values=jnp.asarray(codes), scale=jnp.asarray(scales))
 
 
 def cache_part(

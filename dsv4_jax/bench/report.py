@@ -171,18 +171,24 @@ def prefill_line(row: dict[str, Any]) -> str:
     where = f"{row['tokens']:,} tokens in calls of {row['chunk_tokens']:,}:"
     if "failed" in row:
         return f"{where} failed, {row['failed']}"
+    ended = compiled(row)
+    if row.get("resting_calls"):
+        share = row["layer_rows"] / row["all_layer_rows"]
+        ended += (
+            f" and {compiled(row, 'rest_').removeprefix('compiled in ')}; {row['layer_rows']:,} of "
+            f"{row['all_layer_rows']:,} layer-rows ({share:.0%}), upper layers rest in "
+            f"{row['resting_calls']} calls but for {row['upper_tokens']} rows each"
+        )
     if "prefill_s" not in row:
-        return f"{where} {compiled(row)}"
+        return f"{where} {ended}"
     rates = (
         f"{_law(each)}{each['prefill_s']:.3f} s, {each['tokens_per_s']:,.0f} tokens/s, "
         f"{each['matrix_share']:.0%} of the bf16 matrix rate ({each['fp8_share']:.0%} of that of "
         f"FP8), reads {_weights_read(each)}"
         for each in _by_routing(row)
     )
-    return (
-        f"{where} {'; '.join(rates)}; {row['temp_bytes'] / 2**30:.2f} GiB beside weights and "
-        f"cache, {compiled(row)}"
-    )
+    temp = max(row["temp_bytes"], row.get("rest_temp_bytes", 0)) / 2**30
+    return f"{where} {'; '.join(rates)}; {temp:.2f} GiB beside weights and cache, {ended}"
 
 
 def table_lines(

@@ -42,7 +42,11 @@ from dsv4_jax.cli.bench_options import (
     status_of,
 )
 from dsv4_jax.cli.values import whole, wholes
+from dsv4_jax.config.upper_layers import upper_layers
 from dsv4_jax.runtime import claim_memory
+
+CHUNK, RESTING_CHUNK = 8192, 4096
+"""Tokens of a call; of fewer, the last call has fewer that upper layers run without need."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +68,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="length of the prompt, one number or more; if not given, 8192,32768 on a GPU and "
         "256 without one",
     )
-    fill.add_argument("--chunk", type=whole(1, 2**20), default=8192, help="tokens per call")
+    fill.add_argument(
+        "--chunk",
+        type=whole(1, 2**20),
+        help=f"tokens per call; if not given, {CHUNK}, and {RESTING_CHUNK} of a model whose upper "
+        "layers may rest",
+    )
+    fill.add_argument(
+        "--all-layers",
+        action="store_true",
+        help="run all layers for all tokens, also where a prompt does not need the upper ones",
+    )
     fill.add_argument("--profile", action="store_true", help="list the launches with their times")
     bench_experts.add_arguments(
         what.add_parser("experts", help="how many different experts neighbouring rows pick")
@@ -140,6 +154,8 @@ def _run_kernels(args: argparse.Namespace) -> int:
 def _run_prefill(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
     config = config_of(args)
+    if args.chunk is None:
+        args.chunk = CHUNK if upper_layers(config) is None else RESTING_CHUNK
     check_contexts(config, "tokens", args.tokens)
     for num_tokens in args.tokens:
         if num_tokens % min(args.chunk, num_tokens):
@@ -172,6 +188,7 @@ def _run_prefill(args: argparse.Namespace) -> int:
                 profile=args.profile,
                 mesh=mesh,
                 routings=args.routing,
+                rests=not args.all_layers,
             ):
                 rows[-1] = row
                 output.set(rows=rows)

@@ -16,6 +16,9 @@ import dataclasses
 
 from dsv4_jax.config.model_config import DSV4Config
 
+UPPER_SHARE = 16
+"""Of the tokens of a step in which some rest, one of so many may be of prompts that do not."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpperLayers:
@@ -55,3 +58,17 @@ def upper_layers(config: DSV4Config) -> UpperLayers | None:
         targets = (min(target + after, config.num_layers) for target in config.dspark.target_layers)
         deepest = max(deepest, *targets)
     return UpperLayers(first=first, look_back=window + (deepest - first) * (window - 1))
+
+
+def upper_size(size: int, decoding: int) -> int:
+    """U, the tokens that upper layers run in a step of a size in which they rest for the others.
+
+    Args:
+      size: T, tokens of the step.
+      decoding: tokens of requests that decode.
+
+    Returns:
+      A multiple of eight; 0 where less than half of the step could rest, which has no such program.
+    """
+    wanted = -(-(decoding + size // UPPER_SHARE) // 8) * 8
+    return wanted if 2 * wanted <= size else 0

@@ -14,7 +14,7 @@ from dsv4_jax import checks
 from dsv4_jax.allocator.pool_plan import PoolPlan, device_memory_bytes, plan_pools
 from dsv4_jax.cache.schema import FormatName, check_selector, choose_cache_format
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.config.upper_layers import upper_layers
+from dsv4_jax.config.upper_layers import upper_layers, upper_size
 from dsv4_jax.mesh import AXES, DATA, check_divides, mesh_sizes
 from dsv4_jax.model.draft_params import DraftParams, DSparkParams
 from dsv4_jax.model.params import DSV4Params
@@ -33,8 +33,6 @@ _SURE_TO_FIT = 0.9
 """Share of a bound that arithmetic may fill: a size that misses it by little is never used."""
 BESIDE_DISK_BYTES = 2**28
 """Of the host's memory, for pages on their way to a disk and from it, if no number is given."""
-UPPER_SHARE = 16
-"""Of the tokens of a step in which some rest, one of so many may be of prompts that do not."""
 _SHARE_OF_HOST = 0.5
 """Of the host's free memory, for "auto"."""
 
@@ -233,8 +231,8 @@ def _upper_steps(
 
 def _upper_sizes(sizes: Sequence[int], decoding: int) -> dict[int, int]:
     """`UpperSteps.sizes`, where so many tokens may decode: of sizes of which half can rest."""
-    wanted = {size: -(-(decoding + size // UPPER_SHARE) // 8) * 8 for size in sizes}
-    return {size: count for size, count in wanted.items() if 2 * count <= size}
+    found = {size: upper_size(size, decoding) for size in sizes}
+    return {size: count for size, count in found.items() if count}
 
 
 def find_host_cache_bytes(options: EngineOptions) -> int:

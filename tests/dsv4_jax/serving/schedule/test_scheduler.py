@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsv4_jax as ds
-from dsv4_jax.config.upper_layers import upper_layers
+from dsv4_jax.config.upper_layers import UPPER_SHARE, upper_layers
 from dsv4_jax.serving.requests.reading import Reading
 from dsv4_jax.serving.schedule.scheduler import (
     RowNeed,
@@ -16,7 +16,7 @@ from dsv4_jax.serving.schedule.scheduler import (
     plan_shards,
     plan_step,
 )
-from dsv4_jax.serving.sizing import UPPER_SHARE, UpperSteps
+from dsv4_jax.serving.sizing import UpperSteps
 
 SIZES = (16, 64)
 
