@@ -134,6 +134,10 @@ def _step_rows(setup: CaseSetup, params: DSV4Params) -> Iterator[dict[str, Any]]
         by_routing[routing] = _of_routing(setup, params, routing, experts) | timing.row("step")
         by_routing[routing] |= {"tokens_per_s": case.batch / timing.median_s, "finite": finite}
         yield {"by_routing": by_routing, "peak_bytes": peak_bytes()}
+    if case.tables is not None:
+        routed = with_routing(params, config, case.routings[0])
+        yield setup.time_reads(program.run, routed, cache, step_input, batch=case.batch)
+        cache = setup.fill()
     if case.profile:
         call = decode_call(program.run, with_routing(params, config, case.routings[0]), step_input)
         yield {"profile": setup.profile(program.run, call, (cache, None))}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.bench import roofline
+from dsv4_jax.bench.engram_reads import time_reads
 from dsv4_jax.bench.fill import filled_cache
 from dsv4_jax.bench.parts import one_token_each
 from dsv4_jax.bench.profile import profile_launches
@@ -20,6 +21,7 @@ from dsv4_jax.cache.model_cache import ModelCache, tree_bytes
 from dsv4_jax.cache.schema import blocks_of
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.engram import EngramRows, EngramTables
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 
 PARTS = ("step", "cache", "layers")
@@ -47,6 +49,8 @@ class DecodeCase:
       routings: laws by which tokens pick experts, of `routing_laws.LAWS`; the step is timed with
         each, and all other parts with the first.
       block_parts: devices that a request's blocks are dealt over; the cache is then that of one.
+      tables: Engram tables in host memory, whose rows steps are also timed to wait for; None times
+        steps alone, with rows that lie on the devices.
     """
 
     batch: int
@@ -61,6 +65,7 @@ class DecodeCase:
     limit_s: float = 20.0
     routings: tuple[str, ...] = ("uniform",)
     block_parts: int = 1
+    tables: EngramTables | None = None
 
 
 class CaseSetup:
@@ -121,6 +126,40 @@ class CaseSetup:
         cache, rest = state
         lengths = jnp.asarray(self.lengths, jnp.int32)
         return dataclasses.replace(cache, length_tokens=lengths), rest
+
+    def time_reads(
+        self,
+        step: Callable[..., tuple[ModelCache, jax.Array]],
+        params: Any,
+        cache: ModelCache,
+        step_input: StepInput,
+        *,
+        batch: int,
+        rewind: Callable[[Any], Any] | None = None,
+    ) -> dict[str, Any]:
+        """`engram_reads.time_reads` of a compiled step; donates the cache.
+
+        Args:
+          step: the program.
+          params: parameters.
+          cache: a cache of `fill`, on the devices of the step.
+          step_input: the step's input, whose rows say where those of a table belong.
+          batch: requests of all data shards.
+          rewind: as of `measure`.
+        """
+        rewind, tables, sample = rewind or self.rewind, self.case.tables, step_input.engram
+        assert tables is not None
+        assert sample is not None
+
+        def put(rows: EngramRows) -> EngramRows:
+            return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), rows, sample)
+
+        def run(state: Any, rows: EngramRows) -> Any:
+            found, _ = step(params, state[0], dataclasses.replace(step_input, engram=rows))
+            return found, None
+
+        sizes = {"batch": batch, "calls": self.calls, "limit_s": self.case.limit_s}
+        return time_reads(tables, (cache, None), put=put, step=run, rewind=rewind, **sizes)[0]
 
     def profile(
         self,

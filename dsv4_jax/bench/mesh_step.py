@@ -132,7 +132,7 @@ class MeshSteps:
                 return
         yield row
         try:
-            waiting = self._compiling.pop(case, None)
+            waiting = self._compiling.pop(dataclasses.replace(case, tables=None), None)
             programs = self._compile(case) if waiting is None else waiting.result()
             for part, program in programs.items():
                 row |= program.row("" if part == "step" else f"{part}_")
@@ -149,7 +149,7 @@ class MeshSteps:
                 for routing in case.routings
             }  # fmt: skip
             row |= _floor_fields(floors[case.routings[0]])
-            for more in self._measure(setup, programs, params):
+            for more in self._measure(setup, programs, params, batch=case.batch):
                 for routing, each in more.get("by_routing", {}).items():
                     seconds, floor = each["step_ms"] / 1e3, floors[routing]
                     each |= _floor_fields(floor) | {
@@ -167,9 +167,12 @@ class MeshSteps:
             yield row | {"failed": {"step": first_line(error)}}
 
     def _measure(
-        self, setup: CaseSetup, programs: Programs, params: DSV4Params
+        self, setup: CaseSetup, programs: Programs, params: DSV4Params, *, batch: int
     ) -> Iterator[dict[str, Any]]:
-        """Times the loop and the step, and looks at its launches where the case wants that."""
+        """Times the loop and the step, and looks at its launches where the case wants that.
+
+        `batch` has the requests of all data shards.
+        """
 
         def fill() -> ModelCache:
             return on_every_shard(setup.fill(), self.mesh)
@@ -197,6 +200,12 @@ class MeshSteps:
             del logits
             by_routing[routing] = timing.row("step") | {"finite": finite}
             yield {"by_routing": by_routing, "peak_bytes": peak_bytes()}
+        if setup.case.tables is not None:
+            routed = with_routing(params, self.config, setup.case.routings[0])
+            yield setup.time_reads(
+                program.run, routed, cache, step_input, batch=batch, rewind=rewind
+            )
+            cache = fill()
         if setup.case.profile:
             call = decode_call(program.run, params, step_input)
             devices = len(self.mesh.local_devices)

@@ -53,6 +53,12 @@ def decode_line(row: dict[str, Any]) -> str:
         words.append(f"ms a layer: {', '.join(kinds)},")
     if "loop_ms" in row:
         words.append(f"{timed(row, 'loop_ms')} a token in a loop of {row['loop_steps']},")
+    if "engram_ms" in row:
+        words.append(
+            f"with {row['engram_rows_read']:,} rows of Engram tables from the host "
+            f"{row['engram_step_ms']:.3f} ms, {row['engram_ms']:.3f} to gather them and "
+            f"{row['engram_put_ms']:.3f} to bring them,"
+        )
     words += [f"{part} failed, {error}," for part, error in row.get("failed", {}).items()]
     return " ".join(words).rstrip(",")
 

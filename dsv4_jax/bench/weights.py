@@ -73,7 +73,10 @@ def random_params(
         if weight is None:
             weight = _random_weight(leaf_seed, *leaf_spread(name, leaf.shape), leaf)
         sharding = shardings[number]
-        made.append(weight if sharding is None else jax.tree.map(_put, weight, sharding))
+        if sharding is not None:
+            # One after the other, so that no more than one waits on the device that makes them.
+            weight = jax.block_until_ready(jax.tree.map(_put, weight, sharding))
+        made.append(weight)
     return jax.tree.unflatten(structure, made)
 
 

@@ -14,6 +14,7 @@ import jax
 
 from dsv4_jax.bench import decode, report
 from dsv4_jax.bench.decode_case import ALL_PARTS, PARTS, DecodeCase
+from dsv4_jax.bench.engram_reads import make_tables, reduced, table_bytes
 from dsv4_jax.bench.mesh_step import MeshSteps
 from dsv4_jax.bench.results import Output
 from dsv4_jax.bench.timing import copy_bandwidth
@@ -35,9 +36,11 @@ from dsv4_jax.cli.bench_options import (
 )
 from dsv4_jax.cli.output_files import output_file
 from dsv4_jax.cli.values import points_of, real, whole
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.kinds import show
 from dsv4_jax.hosts import agree
 from dsv4_jax.model.params import param_shapes, unstack_layers
+from dsv4_jax.runtime import host_memory
 
 
 def add_arguments(steps: argparse.ArgumentParser) -> None:
@@ -85,6 +88,12 @@ def add_arguments(steps: argparse.ArgumentParser) -> None:
         type=real(0, MAX_SECONDS),
         default=20.0,
         help="seconds for the measurements of each part",
+    )
+    steps.add_argument(
+        "--engram-rows",
+        type=_engram_rows,
+        help="also time steps that wait for rows of Engram tables in host memory, of so many rows "
+        "each, or all for as many as the model has; if not given, rows lie on the devices",
     )
     steps.add_argument("--profile", action="store_true", help="list the launches with their times")
     steps.add_argument(
@@ -134,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
             "--parts must be step for a model with Engram tables, whose layers share entries and "
             f"whose rows come from the host, got {','.join(parts)}; give --parts step"
         )
+    _check_tables(args, config)
     output = Output(args.json, command="bench decode", config=args.config)
     output.set(weights=args.weights, experts=config.num_routed_experts)
     cases, mesh, params = _cases(args, parts), chosen_mesh(args), None
@@ -152,6 +162,8 @@ def run(args: argparse.Namespace) -> int:
     if mesh is not None:
         steps = MeshSteps(config, mesh, weights=args.weights)
         steps.compile_ahead(cases, threads=min(len(cases), os.cpu_count() or 1))
+    if args.engram_rows is not None and not args.compile_only:
+        cases = _with_tables(args, config, cases, output)
     if set(parts) == {"cache"}:
         params = None
     elif params is None and not args.compile_only:
@@ -190,6 +202,48 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         report.plot_decode(rows, args.plot, title=args.config)
     return status_of(rows)
+
+
+def _check_tables(args: argparse.Namespace, config: DSV4Config) -> None:
+    """Refuses Engram tables that the model or the host does not have room for.
+
+    Raises:
+      ValueError: the model has no tables, or others than those.
+      MemoryError: the host's free memory is less.
+    """
+    if args.engram_rows is None:
+        return
+    if config.engram is None:
+        raise ValueError("--engram-rows is of a model with Engram tables; leave it out")
+    needed = table_bytes(reduced(config.engram, args.engram_rows or None))
+    memory = host_memory()
+    if memory is not None and needed > memory.free_bytes:
+        raise MemoryError(
+            f"Engram tables of --engram-rows need {needed / 2**30:.1f} GiB of host memory, and "
+            f"{memory.name} has {memory.free_bytes / 2**30:.1f} GiB free; give fewer rows"
+        )
+
+
+def _with_tables(
+    args: argparse.Namespace, config: DSV4Config, cases: list[DecodeCase], output: Output
+) -> list[DecodeCase]:
+    """The cases with tables in host memory, which are made while programs compile."""
+    start = time.perf_counter()
+    tables = make_tables(config, args.engram_rows or None)
+    seconds, heights = time.perf_counter() - start, tables.config.table_rows
+    whole = "" if args.engram_rows else ", the model's own height"
+    print(
+        f"Engram tables of {' and '.join(f'{rows:,}' for rows in heights)} rows{whole}, "
+        f"{tables.num_bytes / 2**30:.2f} GiB of host memory, made in {seconds:.0f} s",
+        flush=True,
+    )
+    output.set(engram_rows=list(heights), engram_bytes=tables.num_bytes, engram_s=seconds)
+    return [dataclasses.replace(case, tables=tables) for case in cases]
+
+
+def _engram_rows(text: str) -> int:
+    """Rows of each table; 0 is all."""
+    return 0 if text == "all" else whole(1, 2**31 - 1)(text)
 
 
 def _cases(args: argparse.Namespace, parts: tuple[str, ...]) -> list[DecodeCase]:
