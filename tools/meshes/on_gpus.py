@@ -3,6 +3,7 @@
     python -m tools.meshes.on_gpus                            all GPUs, layers of released shapes
     XLA_FLAGS=--xla_force_host_platform_device_count=2 \\
         python -m tools.meshes.on_gpus --tiny --jobs 1        CPU devices, a small model
+    python -m tools.meshes.on_gpus --config v41               layers of V4.1-Flash instead of V4's
 
 A place is one device, or a mesh such as 1x2, maybe with a split cache ("1x2 split"), maybe with
 rows dealt over `model` however few they are ("1x2 dealt"). Each has three processes of its own, for
@@ -17,7 +18,6 @@ and none ends with another. Prints JSON lines as they come:
 
 import argparse
 import concurrent.futures
-import dataclasses
 import functools
 import json
 import pathlib
@@ -33,79 +33,42 @@ import numpy as np
 
 import dsv4_jax as ds
 from dsv4_jax import collectives
-from dsv4_jax.bench.weights import random_params
+from dsv4_jax.config.upper_layers import upper_layers
 from dsv4_jax.mesh import BY_ROW, on_mesh
 from helpers import serving
 from helpers.engine_life import Life
 from pallas_kernels.common.backend import FallbackWarning
 from tools.meshes import engine as engines
 from tools.meshes.harness import ROWS, Runner, jit_prefill, jit_stage, mesh_of
+from tools.meshes.models import PER_ROW, RELEASED, TINY, model
 from tools.meshes.results import against, complaints, differing_rows
 
 OF_STEPS = ("logits", "again", "cuts", "alone", "rows", "drafts", "selected")
-OF_ENGINES = ("engine", "damage")
+OF_ENGINES = ("engine", "damage", "rest")
 OF_LAUNCHES = ("launches",)
 GROUPS = (OF_STEPS, OF_ENGINES, OF_LAUNCHES)
 PARTS = sum(GROUPS, ())
-PER_ROW = 128
-"""Tokens of a request in a step, of all together ROWS times as many."""
 STAGED = 3
 DECODED = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What runs.
-
-    Attributes:
-      lengths: tokens of the prompts, ROWS of them.
-      events: of the engine's random life.
-      cache_format: how entries are stored.
-      weights: as of `random_params`.
-    """
-
-    lengths: tuple[int, ...]
-    events: int
-    cache_format: str
-    weights: str
-
-    @property
-    def context(self):
-        return max(self.lengths) + 4 * PER_ROW
-
-
-RELEASED = Sizes((2300, 37, 18, 1, 140, 529, 33, 900), 80, "fp8_ue8m0", "stored")
-TINY = Sizes((150, 37, 18, 1, 40, 129, 33, 12), 60, "f32", "float32")
-
-
-def model(sizes):
-    """A layer of each attention type with a draft block, and its parameters."""
-    swa, csa, hca = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
-    layers = {"layer_types": (swa, csa, hca), "router_types": serving.ROUTERS}
-    if sizes == TINY:
-        config = dataclasses.replace(
-            ds.DSV4Config.tiny(), **layers, num_attention_heads=8, o_groups=8, hc_sinkhorn_iters=1
-        )
-        return config, ds.init_params(config, jax.random.key(0))
-    few = {"vocab_size": 512, "num_routed_experts": 16}
-    config = dataclasses.replace(ds.DSV4Config.flash(), **layers, **few)
-    return config, random_params(config, weights=sizes.weights)
 
 
 class Checks:
     """The parts, one after the other, on one place."""
 
-    def __init__(self, place, sizes):
-        self.place, self.sizes = place, sizes
+    def __init__(self, place, name_of_model, *, tiny):
+        self.place = place
+        self.sizes = sizes = (TINY if tiny else RELEASED)[name_of_model]
         name, *ways = place.split()
         self.mesh = None if name == "one" else mesh_of(name)
-        self.config, params = model(sizes)
+        self.config, params = model(name_of_model, tiny=tiny)
         self.runner = Runner(
             self.config, params, self.mesh, cache_format=sizes.cache_format,
             context=sizes.context, split="split" in ways,
         )  # fmt: skip
         serving.CONFIG, serving.params = self.config, lambda: self.runner.params
         engines.OPTIONS["split_cache"] = "split" in ways
+        if self.config.sources is not None:  # whose entries have formats of their own
+            serving.SIZES["cache_format"] = sizes.cache_format
         if "dealt" in ways:
             collectives.DEALT_ROWS = 1
         rng = np.random.default_rng(0)
@@ -241,6 +204,31 @@ class Checks:
             return {"left_out": "the planted damage is that of a mesh"}
         return engines.damage(self.mesh)
 
+    def rest(self):
+        """Greedy tokens where upper layers rest in some steps, and where none does.
+
+        The two have other programs, which round alike on CPUs alone.
+        """
+        upper = upper_layers(self.config)
+        if upper is None:
+            return {"left_out": "all layers of this model read all tokens"}
+        prompt, sizes = self._draw(np.random.default_rng(3), 600), {"draft_tokens": 0}
+        sizes |= {"prefill_tokens": (64,), "num_snapshots": 0}
+        found = []
+        for decode_tokens in (None, serving.BUCKET):  # with the second nobody rests
+            engine = engines.engine_on(self.mesh, decode_tokens=decode_tokens, **sizes)
+            (one,) = engine.generate([prompt], max_new_tokens=12, stop_token_ids=())
+            found.append((one.token_ids, engine.metrics.rested_tokens))
+            engine.close()
+        (tokens, rested), (wanted, of_none) = found
+        equal = [a == b for a, b in zip(tokens, wanted, strict=True)]
+        return {
+            "tokens": len(wanted),
+            "equal": equal.index(False) if False in equal else len(equal),
+            "rested_tokens": rested,
+            "rested_where_none_may": of_none,
+        }
+
     def launches(self):
         """Four decode steps in a launch against one; requests run alone, so that programs match.
 
@@ -283,7 +271,7 @@ def _count(selected):
     return np.sum(selected >= 0, axis=1)
 
 
-def run_place(place, sizes, parts, folder):
+def run_place(place, arguments):
     """Runs the parts on a place and prints what they find; logits go to a file for `against`."""
     fallbacks = []
 
@@ -294,9 +282,9 @@ def run_place(place, sizes, parts, folder):
     warnings.showwarning = note
     warnings.simplefilter("always", FallbackWarning)
     start = time.perf_counter()
-    checks = Checks(place, sizes)
+    checks = Checks(place, arguments.config, tiny=arguments.tiny)
     say(place=place, part="start", seconds=time.perf_counter() - start)
-    for part in parts:
+    for part in arguments.parts:
         start = time.perf_counter()
         try:
             found = getattr(checks, part)()
@@ -304,7 +292,7 @@ def run_place(place, sizes, parts, folder):
             where = traceback.format_exc().strip().splitlines()[-12:]
             found = {"failed": f"{type(error).__name__}: {error}"[:600], "where": where}
         if part == "logits" and checks.saved:
-            np.savez(folder / f"{place}.npz", **checks.saved)
+            np.savez(arguments.folder / f"{place}.npz", **checks.saved)
         say(place=place, part=part, part_s=round(time.perf_counter() - start, 1), **found)
     say(place=place, part="fallbacks", fallbacks=sorted(set(fallbacks)))
 
@@ -313,11 +301,15 @@ def say(**fields):
     print(json.dumps(fields, default=float), flush=True)
 
 
-def places(count, meshes=None):
-    """One device, and the meshes of all devices: "DATAxMODEL", maybe "split" or "dealt"."""
+def places(count, meshes=None, *, splits=True):
+    """One device, and the meshes of all devices: "DATAxMODEL", maybe "split" or "dealt".
+
+    `splits` is False of a model that refuses a split cache.
+    """
     if meshes:
         return ["one", *meshes]
     found = [f"1x{count}", f"{count}x1", f"1x{count} split", f"1x{count} dealt"]
+    found = [name for name in found if splits or "split" not in name]
     return ["one", *found, *([f"2x{count // 2}"] if count >= 4 else [])]
 
 
@@ -331,6 +323,7 @@ def run_all(names, arguments, folder):
             name, parts = waiting.pop(0)
             command = [sys.executable, "-m", "tools.meshes.on_gpus", "--place", name]
             command += ["--folder", str(folder), "--parts", *parts, *["--tiny"] * arguments.tiny]
+            command += ["--config", arguments.config]
             log = (folder / f"{name} {parts[0]}.log").open("w+")
             running[name, parts[0]] = subprocess.Popen(command, stdout=log), log, 0
         for key, (process, log, read) in list(running.items()):
@@ -363,6 +356,12 @@ def run_all(names, arguments, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a small model, for CPUs")
+    parser.add_argument(
+        "--config",
+        choices=RELEASED,
+        default="v4",
+        help="whose layers run: DeepSeek-V4's, or V4.1's",
+    )
     parser.add_argument("--meshes", nargs="+", help='such as 1x2 "1x2 split"; all if not given')
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--jobs", type=int, default=8, help="processes at once")
@@ -375,9 +374,8 @@ def main():
     ds.runtime.claim_memory(0.2, at_once=False)
     ds.set_xla_flags()
     ds.use_compilation_cache()
-    sizes = TINY if arguments.tiny else RELEASED
     if arguments.place:
-        run_place(arguments.place, sizes, arguments.parts, arguments.folder)
+        run_place(arguments.place, arguments)
         return 0
     devices = jax.devices()
     say(device=devices[0].device_kind, devices=len(devices), jax=jax.__version__)
@@ -386,7 +384,7 @@ def main():
         return 1
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or pathlib.Path(temporary)
-        names = places(len(devices), arguments.meshes)
+        names = places(len(devices), arguments.meshes, splits=arguments.config == "v4")
         lines = run_all(names, arguments, folder)
         for found in against(names, folder) if "logits" in arguments.parts else ():
             say(**found)

@@ -82,6 +82,11 @@ def _faults(part, line):
         yield from line["problems"]
     if part == "launches" and not line.get("steps_without_a_call"):
         yield "no launch made several steps"
+    if part == "rest" and "left_out" not in line:
+        if not line["rested_tokens"]:
+            yield "upper layers rested for no token"
+        if line["rested_where_none_may"]:
+            yield f"they rested for {line['rested_where_none_may']} tokens where none may"
     if part == "damage" and "left_out" not in line:
         yield from line["before"]
         for name, problems in line.items():
