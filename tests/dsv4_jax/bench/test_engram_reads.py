@@ -1,4 +1,4 @@
-"""Engram tables of a benchmark: their heights, their bytes, and steps that wait for rows of them."""
+"""Engram tables of a benchmark: heights, bytes, and steps that wait for rows of them."""
 
 import dataclasses
 

@@ -9,7 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from tools.meshes import graphs, harness, on_gpus, results
+import dsv4_jax as ds
+from dsv4_jax.config.layer_schedule import layer_schedule
+from tools.meshes import graphs, harness, models, on_gpus, results
 
 TOLERANCE = 1e-4
 """Of float32 logits, in units of their spread; a request has seen up to 150 tokens."""
@@ -30,10 +32,12 @@ def run(*arguments, program="tools.meshes.on_gpus", **environment):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_meshes_of_gpus():
+@pytest.mark.parametrize("config", on_gpus.RELEASED)
+def test_meshes_of_gpus(config):
     if len(jax.devices()) < 2:
         pytest.skip("needs two GPUs or more")
-    status, lines = run("--jobs", "1", "--limit-s", "1200")  # this process has most of the memory
+    one_by_one = ("--jobs", "1", "--limit-s", "1200")  # this process has most of the memory
+    status, lines = run("--config", config, *one_by_one)
     assert status == 0, lines[-1]
     for line in lines:
         if "against" in line:
@@ -42,12 +46,20 @@ def test_meshes_of_gpus():
 
 
 @pytest.mark.slow
-def test_the_program_runs_on_cpus():
+@pytest.mark.parametrize(
+    ("config", "meshes"),
+    [("v4", ["1x2", "2x1", "1x2 split", "1x2 dealt"]), ("v41", ["1x2", "2x1", "1x2 dealt"])],
+)
+def test_the_program_runs_on_cpus(config, meshes):
     """All parts, and logits of float32 that are those of one device."""
-    status, lines = run("--tiny", "--jobs", "1", "--limit-s", "1200", **ON_CPUS)
+    arguments = ("--tiny", "--config", config, "--jobs", "1", "--limit-s", "2400")
+    status, lines = run(*arguments, **ON_CPUS)
     assert status == 0, lines[-1]
     compared = [line for line in lines if "against" in line]
-    assert [line["against"] for line in compared] == ["1x2", "2x1", "1x2 split", "1x2 dealt"]
+    assert [line["against"] for line in compared] == meshes
+    rests = [line for line in lines if line.get("part") == "rest" and "left_out" not in line]
+    assert len(rests) == (len(meshes) + 1) * (config == "v41")
+    assert all(line["equal"] == line["tokens"] for line in rests)
     for line in compared:
         assert line["off_of_spread"] < TOLERANCE
         assert line["best_equal"] == line["selected_equal"] == 1
@@ -78,6 +90,16 @@ def test_collectives_are_timed(tmp_path):
 def test_places():
     assert on_gpus.places(2) == ["one", "1x2", "2x1", "1x2 split", "1x2 dealt"]
     assert on_gpus.places(8)[-1] == "2x4"
+    assert on_gpus.places(2, splits=False) == ["one", "1x2", "2x1", "1x2 dealt"]
+
+
+def test_layers_of_v41_have_every_kind_of_the_release():
+    config, flash = models.v41_config(), ds.DSV4Config.v41_flash()
+    found, wanted = ({spec.kind for spec in layer_schedule(one)} for one in (config, flash))
+    assert found == wanted
+    assert config.sources.candidates.least_entries < max(models.RELEASED["v41"].lengths)
+    tables = models.random_tables(config)
+    assert sum(len(table.values) for table in tables.tables) == sum(config.engram.table_rows)
 
 
 def found_of(**changes):
@@ -97,6 +119,22 @@ def test_logits_are_compared_in_units_of_their_spread():
     assert found["off"] == pytest.approx(0.2)
     assert found["off_of_spread"] == pytest.approx(0.2 / found_of()["prompt 0"].std())
     assert (found["best_equal"], found["near"], found["selected_equal"]) == (0.5, 1, 0.75)
+
+
+RESTED = {"place": "one", "part": "rest", "rested_tokens": 128, "rested_where_none_may": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"rested_tokens": 0}, ["one rest: upper layers rested for no token"]),
+        ({"rested_where_none_may": 5}, ["one rest: they rested for 5 tokens where none may"]),
+    ],
+)
+def test_upper_layers_have_to_rest_where_they_may(changes, said):
+    lines = [RESTED | changes, GOOD[2]]
+    assert results.complaints(lines, ["one"], ("rest",)) == said
 
 
 GOOD = [
