@@ -128,6 +128,8 @@ def run(args: argparse.Namespace) -> int:
     """Times each point; one that fails is reported, and the others run."""
     if args.depths and not args.drafts:
         raise ValueError("--depths is of rounds with drafts; give --drafts too, or leave it out")
+    if args.drafts and args.engram_rows is not None:
+        raise ValueError("--engram-rows is of steps without drafts; leave it or --drafts out")
     if args.drafts:
         return bench_drafts.run(args)
     begun = time.perf_counter()

@@ -155,6 +155,8 @@ def test_prefill_is_timed(tmp_path, capsys):
         (["--layers", "0"], r"argument --layers: must be a whole number from 1 to .*, got '0'"),
         (["--experts", "0"], r"argument --experts: must be a whole number from 1 to .*, got '0'"),
         (["--experts", "1"], "experts must be at least 3, got 1"),
+        (["--engram-rows", "all"], "--engram-rows is of a model with Engram tables; leave it out"),
+        (["--engram-rows", "9", "--drafts", "1"], "--engram-rows is of steps without drafts"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, arguments, message):
