@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import keyword
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -81,6 +83,10 @@ def argmin(x, i, y, j):
 """
 
 
+_TAKEN = {*re.findall(r"(?:^def|import|as) (\w+)(?=\(|$)", HEADER, re.MULTILINE)}
+"""Names of the module, which a kernel of that name would hide from its own lines."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Pointer:
     """Where an array of a ref begins.
@@ -120,7 +126,7 @@ def translate(
 
     Args:
       jaxpr: of the body; its arguments are refs of whole arrays, and it returns nothing.
-      name: of the kernel.
+      name: of the kernel; an underscore is added to one that the module needs itself.
       grid: programs, along any number of axes.
       same: pairs of arguments that are one array, of which the first has a parameter.
 
@@ -133,6 +139,8 @@ def translate(
     """
     if jaxpr.outvars or getattr(jaxpr, "consts", ()):
         raise NotImplementedError(f"{name} returns values, or captures arrays")
+    if name in _TAKEN or keyword.iskeyword(name):
+        name += "_"
     first = {second: first for first, second in same}
     pointers = [
         Pointer(f"p{first.get(i, i)}", tuple(v.aval.shape), v.aval.dtype)

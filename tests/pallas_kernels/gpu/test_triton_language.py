@@ -331,3 +331,13 @@ def test_a_lowering_is_chosen_by_name():
         triton_lowering.use_lowering("cuda"),
     ):
         pass
+
+
+@pytest.mark.parametrize("name", ["add", "argmin", "tl", "libdevice", "lambda", "addition"])
+def test_a_kernel_may_have_a_name_that_its_module_needs(name):
+    found = source.translate(trace(lambda x: jnp.sum(x, axis=0), UNITS), name=name, grid=(1,))
+    assert found.name == (name if name == "addition" else name + "_")
+    defined = [line for line in found.text.splitlines() if line.startswith("def ")]
+    assert len(defined) == len(set(defined)) == 6  # five functions of reductions, and it
+    assert f"def {found.name}(p0, p1):" in defined
+    compile(found.text, "module", "exec")
