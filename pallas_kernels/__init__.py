@@ -8,6 +8,7 @@
     streams     hyper_connections, write_streams
     draw        limit_tokens
     mesh        peer_collectives
+    copy        pack_rows
 
 Each is a folder: `op.py` checks arguments and chooses a backend, `reference.py` is the definition,
 and further files are kernels. Under them lie `product` (rows times weights), `gpu` (what kernels
@@ -44,6 +45,7 @@ from pallas_kernels.index_scores import index_scores
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.joined_linears import joined_linears
 from pallas_kernels.limit_tokens import limit_tokens
+from pallas_kernels.pack_rows import pack_rows, sum_rows, unpack_rows
 from pallas_kernels.peer_collectives import (
     PeerLayout,
     all_gather,
@@ -105,11 +107,14 @@ __all__ = [
     "joined_linears",
     "limit_tokens",
     "mixture_mlp",
+    "pack_rows",
     "pick_experts",
     "reduce_scatter",
     "round_index_queries",
     "select_top_k",
     "sparse_attention",
+    "sum_rows",
     "swiglu_linear",
+    "unpack_rows",
     "write_streams",
 ]

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.cache.model_cache import ModelCache
-from dsv4_jax.cache.row_sums import mix_bits
 from dsv4_jax.cache.schema import FamilyKind
 from dsv4_jax.cache.snapshots import SnapshotStore
 from dsv4_jax.mesh import BY_DEVICE, on_mesh
+from pallas_kernels.common.checksums import mix_bits
 
 
 @flax.struct.dataclass

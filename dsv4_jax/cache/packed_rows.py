@@ -5,37 +5,41 @@ A row is what all planes of all layers hold at one place of their second axis: a
 plane after the other, in the order of the pools' leaves, layer after layer and without padding:
 
     row     plane 0: layer 0, layer 1, ..   plane 1: layer 0, ..   ..
+
+On a mesh each device moves the rows that it has. Of packed rows every device has all: what the
+others lack is zeros, and a sum over the devices joins it.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 
+import pallas_kernels as pk
 from dsv4_jax import checks
-from pallas_kernels.common.addressing import drop_absent
+from dsv4_jax.mesh import place_on
+from pallas_kernels.pack_rows.reference import plane_bytes
 
 
 def row_bytes(pools: object) -> int:
     """Bytes of one row of these pools, arrays or their shapes."""
-    return sum(_plane_bytes(plane) for plane in jax.tree.leaves(pools))
+    return sum(plane_bytes(plane) for plane in jax.tree.leaves(pools))
 
 
-@jax.jit
-def pack_rows(pools: object, rows: jax.Array) -> jax.Array:
+def pack_rows(pools: object, rows: jax.Array | np.ndarray) -> jax.Array:
     """Some rows of pools, in one array.
 
     On a mesh rows are numbered through all devices, as the arrays' second axis is.
 
     Args:
       pools: planes [L, A, ...].
-      rows: i32[n]; what -1 gives is arbitrary.
+      rows: i32[n]; what -1 gives is zeros.
 
     Returns:
       u8[n, `row_bytes(pools)`].
@@ -44,13 +48,11 @@ def pack_rows(pools: object, rows: jax.Array) -> jax.Array:
       ValueError: `rows` is no such array.
     """
     checks.array("rows", rows, (None,))
-    index, count = jnp.maximum(rows, 0), rows.shape[0]
-    parts = [jnp.zeros((count, 0), jnp.uint8)]
-    for plane in jax.tree.leaves(pools):
-        taken = jnp.moveaxis(plane[:, index], 1, 0)
-        bits = jax.lax.bitcast_convert_type(taken, jnp.uint8)
-        parts.append(bits.reshape(count, _plane_bytes(plane)))
-    return jnp.concatenate(parts, axis=1)
+    leaves = jax.tree.leaves(pools)
+    if not leaves:
+        return jnp.zeros((rows.shape[0], 0), jnp.uint8)
+    packed, _ = _packing(tuple(leaf.sharding for leaf in leaves))(leaves, rows)
+    return packed
 
 
 def unpack_rows[T](pools: T, rows: jax.Array | np.ndarray, packed: jax.Array | np.ndarray) -> T:
@@ -76,30 +78,61 @@ def unpack_rows[T](pools: T, rows: jax.Array | np.ndarray, packed: jax.Array | n
 
 
 @functools.lru_cache(maxsize=64)
+def _packing(where: tuple[Sharding, ...]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """A program that gives rows of planes that lie so, and their checksums, to every device."""
+    named = [one for one in where if isinstance(one, NamedSharding)]
+    if not named:
+        return jax.jit(pk.pack_rows)
+    axes = _row_axes(named)
+
+    def pack(planes: list[jax.Array], rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        packed, sums = pk.pack_rows(planes, _own_rows(rows, planes[0].shape[1], axes))
+        return jax.lax.psum((packed, sums), axes) if axes else (packed, sums)
+
+    on_devices = jax.shard_map(
+        pack,
+        mesh=named[0].mesh,
+        in_specs=([one.spec for one in named], P()),
+        out_specs=(P(), P()),
+        check_vma=False,
+    )
+    return jax.jit(on_devices)
+
+
+@functools.lru_cache(maxsize=64)
 def _unpacking(where: tuple[Sharding, ...]) -> Callable[..., list[jax.Array]]:
     """A program that leaves every plane on the devices where it lay."""
+    named = [one for one in where if isinstance(one, NamedSharding)]
+    if not named:
+        # Named, the device would be one to which planes are committed, and each program that takes
+        # them would be compiled again for that.
+        return jax.jit(pk.unpack_rows, donate_argnums=0)
+    axes = _row_axes(named)
 
     def unpack(planes: list[jax.Array], rows: jax.Array, packed: jax.Array) -> list[jax.Array]:
-        found, start = [], 0
-        for plane in planes:
-            size, width = _plane_bytes(plane), plane.dtype.itemsize
-            bits = packed[:, start : start + size]
-            shape = (rows.shape[0], plane.shape[0], *plane.shape[2:])
-            bits = bits.reshape(shape if width == 1 else (*shape, width))
-            values = jnp.moveaxis(jax.lax.bitcast_convert_type(bits, plane.dtype), 0, 1)
-            target = drop_absent(rows, plane.shape[1])
-            found.append(plane.at[:, target].set(values, mode="drop"))
-            start += size
-        return found
+        return pk.unpack_rows(planes, _own_rows(rows, planes[0].shape[1], axes), packed)
 
-    if all(isinstance(one, SingleDeviceSharding) for one in where):
-        # Named, it would commit the planes to the device, and each program that takes them would
-        # be compiled again for that.
-        return jax.jit(unpack, donate_argnums=0)
-    return jax.jit(unpack, donate_argnums=0, out_shardings=list(where))
+    specs = [one.spec for one in named]
+    on_devices = jax.shard_map(
+        unpack, mesh=named[0].mesh, in_specs=(specs, P(), P()), out_specs=specs, check_vma=False
+    )
+    return jax.jit(on_devices, donate_argnums=0, out_shardings=named)
 
 
-def _plane_bytes(plane: jax.Array | jax.ShapeDtypeStruct) -> int:
-    """Bytes of a plane at one place of its second axis."""
-    sizes = (plane.shape[0], *plane.shape[2:])
-    return math.prod(sizes) * np.dtype(plane.dtype).itemsize
+def _row_axes(where: Sequence[NamedSharding]) -> tuple[str, ...]:
+    """The axes of the mesh over which the planes' second axis is split, the same for all."""
+    found = {_axes_of(one.spec) for one in where}
+    assert len(found) == 1, f"planes of one pool lie in different ways: {found}"
+    return found.pop()
+
+
+def _axes_of(spec: P) -> tuple[str, ...]:
+    first, axes, *others = *spec, None, None
+    assert not any((first, *others)), f"a pool is split over its rows alone, got {spec}"
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def _own_rows(rows: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
+    """Rows as a device numbers them that has `count`, and -1 for those that it has not."""
+    own = rows - place_on(*axes) * count
+    return jnp.where((rows >= 0) & (own >= 0) & (own < count), own, -1)

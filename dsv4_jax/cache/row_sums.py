@@ -7,32 +7,22 @@ sum is 64 bits: no damage by accident gets past it, and it is no protection from
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-_FACTORS = (np.uint32(0x9E3779B1), np.uint32(0x85EBCA77))
-"""Odd, one for each half: a word's place times it is what the word is mixed with."""
+from pallas_kernels import sum_rows
+from pallas_kernels.common.checksums import FACTORS, mix_bits
 
 
 def row_sums(packed: jax.Array) -> jax.Array:
-    """A checksum of each row.
+    """A checksum of each row, as `pallas_kernels.sum_rows` has it.
 
     Args:
       packed: u8[n, m].
 
     Returns:
-      u32[n, 2]: of the row's little-endian u32 words w_i, padded with zeros, the sums of
-      mix(w_i ^ (i + 1) f), for two factors f.
+      u32[n, 2].
     """
-    count, width = packed.shape
-    padded = jnp.pad(packed, ((0, 0), (0, -width % 4)))
-    words = jax.lax.bitcast_convert_type(padded.reshape(count, -1, 4), jnp.uint32)
-    places = jnp.arange(1, words.shape[1] + 1, dtype=jnp.uint32)
-    sums = [
-        jnp.sum(mix_bits(words ^ (places * factor)[None]), axis=1, dtype=jnp.uint32)
-        for factor in _FACTORS
-    ]
-    return jnp.stack(sums, axis=1)
+    return sum_rows(packed)
 
 
 def sum_of_row(data: np.ndarray) -> int:
@@ -42,7 +32,7 @@ def sum_of_row(data: np.ndarray) -> int:
     words = padded.view("<u4").astype(np.uint32)
     places = np.arange(1, len(words) + 1, dtype=np.uint32)
     return as_number(
-        np.array([np.sum(mix_bits(words ^ (places * one)), dtype=np.uint32) for one in _FACTORS])
+        np.array([np.sum(mix_bits(words ^ (places * one)), dtype=np.uint32) for one in FACTORS])
     )
 
 
@@ -54,10 +44,3 @@ def as_number(halves: np.ndarray) -> int:
 def as_halves(number: int) -> tuple[int, int]:
     """The reverse of `as_number`."""
     return number & 0xFFFFFFFF, number >> 32
-
-
-def mix_bits[T: (jax.Array, np.ndarray)](values: T) -> T:
-    """A bijection of u32 in which every bit depends on every other (MurmurHash3's last step)."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        values = (values ^ (values >> shift)) * np.uint32(factor)
-    return values ^ (values >> 16)

@@ -13,10 +13,10 @@ import numpy as np
 
 import dsv4_jax
 from dsv4_jax.allocator.disk_tier import DiskTier
-from dsv4_jax.cache.row_sums import mix_bits
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.device.request_rows import engine_shape
 from dsv4_jax.serving.sizing import EnginePlan
+from pallas_kernels.common.checksums import mix_bits
 
 _VERSION = "1"
 """Of what pages hold, within a version of the package; another one makes all files misses."""

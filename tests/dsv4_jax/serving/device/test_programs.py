@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.cache.packed_rows import _unpacking, pack_rows
+from dsv4_jax.cache.packed_rows import _packing, _unpacking
 from dsv4_jax.serving.device import engine_arrays
 from helpers import tolerance
 from helpers.serving import SIZES, one_layer, prompt, run_to_end
@@ -83,7 +83,7 @@ def test_nothing_compiles_after_warmup(case):
 
 @pytest.mark.slow
 def test_neither_do_copies_of_prefixes_to_the_host_and_back():
-    pack_rows.clear_cache()  # as above
+    _packing.cache_clear()  # as above
     _unpacking.cache_clear()
     engine = make_engine(**CASES["calls of four"][0], host_cache_bytes=10**6)
     listed = dict(engine.warmup())

@@ -1,0 +1,138 @@
+"""Rows packed, unpacked and summed beside XLA: `python -m benchmarks.bench_pack_rows [results]`.
+
+Rows are V4-Flash's blocks in fp8_ue8m0, anywhere in a pool of 0.9 GB. The roofline counts every
+byte that is read or written, at the bandwidth of a copy. Four runs are moved in turn: those of 64
+and 16 rows come from memory, and what 1 and 4 rows hold stays in L2. First the bits of all three
+are compared with the reference's.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import draws
+from dsv4_jax.bench import compare, loops, timing
+from helpers import row_cases as cases
+from pallas_kernels import pack_rows, sum_rows, unpack_rows
+
+NUM_BLOCKS = 2048
+COUNTS = (1, 4, 16, 64)
+NUM_INPUTS = 4
+KERNEL = "triton_gpu"
+BASELINE = "the reference through XLA"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", nargs="?", help="JSON file that keeps the rows")
+    args = parser.parse_args()
+    compare_bits()
+    bandwidth = timing.copy_bandwidth()
+    print(f"copy {bandwidth / 1e12:.2f} TB/s, of which the last column is a share")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        made = [
+            case(op, count, bandwidth, pool) for op in ("pack", "unpack", "sum") for count in COUNTS
+        ]
+    return compare.measure(made, args.results)
+
+
+def compare_bits():
+    """Of 64 rows, some of which are not there; unpacked to other places, also those of no row."""
+    planes = draws.make(_planes())
+    rng = np.random.default_rng(0)
+    rows, places = (draws.blocks(rng, NUM_BLOCKS)[:64].copy() for _ in range(2))
+    rows[[3, 40]], places[[0, 40, 63]] = -1, -1
+    found, expected = (
+        jax.jit(functools.partial(pack_rows, backend=each))(planes, rows)
+        for each in (KERNEL, "reference")
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    packed, sums = expected
+    summed = jax.jit(functools.partial(sum_rows, backend=KERNEL))(packed)
+    np.testing.assert_array_equal(summed, sums)
+    found, expected = (
+        jax.jit(functools.partial(unpack_rows, backend=each))(planes, places, packed)
+        for each in (KERNEL, "reference")
+    )
+    for ours, theirs, before in zip(found, expected, planes, strict=True):
+        ours, theirs, before = (
+            jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (ours, theirs, before)
+        )
+        assert bool(jnp.array_equal(ours, theirs)), ours.shape
+        assert not bool(jnp.array_equal(ours, before)), ours.shape
+    print("packed, unpacked and summed to the reference's bits")
+
+
+def case(op, count, bandwidth, pool):
+    """So many rows, of which each call takes others."""
+    made = {"pack": make_pack, "unpack": make_unpack, "sum": make_sum}[op]
+    functions = {"pack": pack_rows, "unpack": _unpack, "sum": sum_rows}
+    moved = count * cases.FLASH_BLOCK_BYTES * (1 if op == "sum" else 2)
+    make = functools.partial(made, count)
+    roofline_us = moved / bandwidth * 1e6
+    state, inputs = jax.eval_shape(make)
+    rounds = loops.enough_rounds(5 * roofline_us, NUM_INPUTS, least=4)
+    reference = functools.partial(functions[op], backend="reference")
+    baseline = loops.Loops(reference, inputs, state, rounds=rounds, pool=pool)
+
+    def baseline_us():
+        state, inputs = make()
+        return round(baseline.median_us(inputs, state, repeats=5), 2)
+
+    return compare.Case(
+        f"{op}_rows",
+        f"{count} rows, {moved / 1e6:.2f} MB moved",
+        functools.partial(functions[op], backend=KERNEL),
+        make,
+        roofline_us=roofline_us,
+        baseline=BASELINE,
+        baseline_us=baseline_us,
+    )
+
+
+def make_pack(count):
+    """Planes and, for each call, rows."""
+    planes = draws.make(_planes())
+    return None, [(planes, rows) for rows in _rows(count)]
+
+
+def make_unpack(count):
+    """The planes as the state, and for each call rows and what they hold."""
+    packed = draws.make([_packed(count)] * NUM_INPUTS)
+    return draws.make(_planes()), list(zip(_rows(count), packed, strict=True))
+
+
+def make_sum(count):
+    """For each call packed rows."""
+    return None, [(packed,) for packed in draws.make([_packed(count)] * NUM_INPUTS)]
+
+
+def _unpack(planes, rows, packed, *, backend):
+    """The state after a call, and nothing beside it."""
+    return unpack_rows(planes, rows, packed, backend=backend), ()
+
+
+def _rows(count):
+    every = draws.blocks(np.random.default_rng(1), NUM_BLOCKS)
+    return [jnp.asarray(every[i * count : (i + 1) * count]) for i in range(NUM_INPUTS)]
+
+
+def _packed(count):
+    return draws.Draw((count, cases.FLASH_BLOCK_BYTES), jnp.uint8, among=range(256))
+
+
+def _planes():
+    def draw(plane):
+        among = range(256) if plane.dtype == np.uint8 else None
+        return draws.Draw(plane.shape, plane.dtype, among=among)
+
+    return [draw(plane) for plane in cases.flash_blocks(NUM_BLOCKS)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

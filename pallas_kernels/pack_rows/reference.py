@@ -1,0 +1,52 @@
+"""Definition of `pack_rows`, `unpack_rows` and `sum_rows`: rows of planes as bytes, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.common import checksums
+
+
+def pack_rows(planes: Sequence[jax.Array], rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """See `op.pack_rows`."""
+    count = rows.shape[0]
+    parts = [jnp.zeros((count, 0), jnp.uint8)]
+    for plane in planes:
+        is_there = (rows >= 0) & (rows < plane.shape[1])
+        taken = jnp.moveaxis(plane[:, jnp.where(is_there, rows, 0)], 1, 0)
+        bits = jax.lax.bitcast_convert_type(taken, jnp.uint8).reshape(count, plane_bytes(plane))
+        parts.append(jnp.where(is_there[:, None], bits, 0))
+    packed = jnp.concatenate(parts, axis=1)
+    return packed, sum_rows(packed)
+
+
+def unpack_rows(planes: Sequence[jax.Array], rows: jax.Array, packed: jax.Array) -> list[jax.Array]:
+    """See `op.unpack_rows`."""
+    found, start = [], 0
+    for plane in planes:
+        size, width = plane_bytes(plane), plane.dtype.itemsize
+        bits = packed[:, start : start + size]
+        shape = (rows.shape[0], plane.shape[0], *plane.shape[2:])
+        bits = bits.reshape(shape if width == 1 else (*shape, width))
+        values = jnp.moveaxis(jax.lax.bitcast_convert_type(bits, plane.dtype), 0, 1)
+        # -1 would be the last row, and what lies beyond the axis is dropped.
+        target = jnp.where(rows >= 0, rows, plane.shape[1])
+        found.append(plane.at[:, target].set(values, mode="drop"))
+        start += size
+    return found
+
+
+def sum_rows(packed: jax.Array) -> jax.Array:
+    """See `op.sum_rows`."""
+    return checksums.row_sums(packed)
+
+
+def plane_bytes(plane: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Bytes of a plane [L, A, ...] at one place of its second axis."""
+    sizes = (plane.shape[0], *plane.shape[2:])
+    return math.prod(sizes) * np.dtype(plane.dtype).itemsize
