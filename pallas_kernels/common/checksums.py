@@ -33,7 +33,7 @@ def row_sums(packed: jax.Array) -> jax.Array:
     """
     count, width = packed.shape
     padded = jnp.pad(packed, ((0, 0), (0, -width % 4)))
-    words = jax.lax.bitcast_convert_type(padded.reshape(count, -1, 4), jnp.uint32)
+    words = jax.lax.bitcast_convert_type(padded.reshape(count, padded.shape[1] // 4, 4), jnp.uint32)
     places = jnp.arange(1, words.shape[1] + 1, dtype=jnp.uint32)
     sums = [
         jnp.sum(mix_bits(words ^ (places * factor)[None]), axis=1, dtype=jnp.uint32)

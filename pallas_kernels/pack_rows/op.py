@@ -45,10 +45,8 @@ def pack_rows(
     In plain JAX, of rows that are there:
 
         taken = [jnp.moveaxis(plane[:, rows], 1, 0) for plane in planes]     # [n, L, ...]
-        bits = [jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(n, -1) for x in taken]
-        packed = jnp.concatenate(bits, axis=1)
-        words = jax.lax.bitcast_convert_type(packed.reshape(n, -1, 4), jnp.uint32)
-        sums = jnp.sum(mix_bits(words ^ (jnp.arange(1, words.shape[1] + 1) * factor)), axis=1)
+        bits = [jax.lax.bitcast_convert_type(x, jnp.uint8) for x in taken]   # [n, L, .., bytes]
+        packed = jnp.concatenate([x.reshape(len(rows), -1) for x in bits], axis=1)
 
     Args:
       planes: [L, A, ...] each, of elements of 1, 2 or 4 bytes; L and what follows A may differ.
@@ -86,9 +84,17 @@ def unpack_rows(
 ) -> list[jax.Array]:
     """Planes with rows in them that `pack_rows` took, of planes of the same shapes but for A.
 
-    What the rows do not name keeps its content, and where the caller's jit donates the planes,
-    nothing else of them is touched. In plain JAX it is `pack_rows` the other way, with
-    `plane.at[:, rows].set(values, mode="drop")`.
+    What the rows do not name keeps its content, and where the caller's jit donates the planes, it
+    is not touched. In plain JAX, of planes of bytes and rows that are all there:
+
+        widths = [plane[:, 0].size for plane in planes]
+        ends = [sum(widths[: i + 1]) for i in range(len(widths))]
+        parts = jnp.split(packed, ends[:-1], axis=1)
+        values = [
+            jnp.moveaxis(part.reshape(len(rows), len(plane), *plane.shape[2:]), 0, 1)
+            for part, plane in zip(parts, planes)
+        ]
+        written = [plane.at[:, rows].set(value) for plane, value in zip(planes, values)]
 
     Args:
       planes: [L, A, ...] each, of elements of 1, 2 or 4 bytes; L and what follows A may differ.
@@ -122,7 +128,7 @@ def unpack_rows(
 
 
 def sum_rows(packed: jax.Array, *, backend: Backend | None = None) -> jax.Array:
-    """The checksum of each row of bytes.
+    """The checksum of each row of bytes: 64 bits, against damage by accident.
 
     Args:
       packed: u8[n, m].
@@ -131,7 +137,7 @@ def sum_rows(packed: jax.Array, *, backend: Backend | None = None) -> jax.Array:
 
     Returns:
       u32[n, 2]: of the row's little-endian u32 words w_i, padded with zeros, the sums of
-      mix(w_i ^ (i + 1) f), for two factors f.
+      mix(w_i ^ (i + 1) f), for two factors f; mix is MurmurHash3's last step.
 
     Raises:
       ValueError: it is no such array.

@@ -42,6 +42,8 @@ POOL = pk.LayerPlanes({"values": f32(2, NB, EB, C)}, LAYER, PLAIN)
 ROWS = {"values": f32(T, C)}
 FREQUENCIES = on_device([1.0, 0.1], jnp.float32)
 NORM_ROPE = pk.NormRope(f32(C), FREQUENCIES, 1e-6)
+PLANES = [f32(2, NB, M, C), i32(RNG.integers(0, 9, (1, NB, M)))]
+PACKED = on_device(RNG.integers(0, 256, (3, 2 * M * C * 4 + M * 4)), jnp.uint8)
 
 
 def compressor(kind):
@@ -122,6 +124,7 @@ def calls():
         "joined_linears": {"x": f32(T, D), "weights": [f32(P, D)], "biases": [f32(M, P)],
                            "positions": CALL.positions, "dtypes": [jnp.float32]},
         "limit_tokens": {"scaled": f32(T, K), "top_k": i32([4, 0, 1, 3]), "top_p": f32(T)},
+        "pack_rows": {"planes": PLANES, "rows": i32([4, -1, 0])},
         "PeerLayout": {"devices": 2, "lines": 128},
         "pick_experts": {"logits": f32(T, E), "bias": f32(E), "count": 2, "scaling": 1.5,
                          "first": jnp.int32(0), "segment_ids": CALL.segment_ids},
@@ -134,6 +137,8 @@ def calls():
             "sink": f32(H), "frequencies": FREQUENCIES, "query_eps": 1e-6},
         "attend_in_part": attention,
         "swiglu_linear": {"x": f32(T, D), "gate": f32(P, D), "up": f32(P, D), "limit": 7.0},
+        "sum_rows": {"packed": PACKED},
+        "unpack_rows": {"planes": PLANES, "rows": i32([4, -1, 0]), "packed": PACKED},
         "write_streams": {"streams": f32(T, S, D), "output": f32(T, D), "post": f32(T, S),
                           "comb": f32(T, S, S), "fn": f32(5, S * D)},
     }  # fmt: skip
@@ -191,7 +196,8 @@ ALSO_CALLED = {("get_cache_format", "name"): "cache_format", ("get_codec", "name
 """What messages call an argument, by function."""
 
 AS_GOOD = {("weight.scale", "floats"), ("logits", "one axis more")}
-"""What an op takes: scales of both kinds, and logits in parts."""
+AS_GOOD |= {("planes[0]", "integers"), ("planes[1]", "floats")}
+"""What an op takes: scales of both kinds, logits in parts, and planes of any numbers."""
 
 
 def bad_values(value, place):

@@ -222,7 +222,7 @@ def valid_arguments(op):
     without_layer += ("index_topk", "sparse_attention", "expert_mlp")
     without_layer += ("block_linear", "block_linears", "swiglu_linear", "joined_linears")
     without_layer += ("pick_experts", "write_streams", "mixture_mlp")
-    without_layer += ("limit_tokens",)
+    without_layer += ("limit_tokens", "pack_rows", "sum_rows", "unpack_rows")
     without_layer += ("index_scores", "select_top_k", "attend_in_part", "join_parts")
     experts = {"w1": f32(4, 6, dim), "w3": f32(4, 6, dim), "w2": f32(4, dim, 6)}
     return {
@@ -268,6 +268,7 @@ def valid_arguments(op):
         "mixture_mlp": {"x": f32(tokens, dim), "expert_ids": i32(tokens, 2), "limit": 1.0}
         | {"expert_weights": f32(tokens, 2), "shared": (f32(6, dim), f32(6, dim), f32(dim, 6))}
         | experts,
+        "pack_rows": {"planes": [f32(2, 5, dim)], "rows": i32(tokens)},
         "pick_experts": {"logits": f32(tokens, 4), "bias": f32(4), "count": 2, "scaling": 1.0},
         "round_index_queries": query | {"frequencies": f32(2), "positions": i32(tokens)},
         "select_top_k": {"scores": f32(tokens, dim), "visible": i32(tokens), "k": 3},
@@ -277,6 +278,9 @@ def valid_arguments(op):
         | attended
         | {"queries": f32(tokens, 2, dim), "sink": f32(2)}
         | {"selected": i32(tokens, 3), "scale": 1.0},
+        "sum_rows": {"packed": jnp.ones((tokens, dim), jnp.uint8)},
+        "unpack_rows": {"planes": [f32(2, 5, dim)], "rows": i32(tokens)}
+        | {"packed": jnp.ones((tokens, 2 * dim * 4), jnp.uint8)},
         "write_streams": {"streams": f32(tokens, 2, dim), "output": f32(tokens, dim)}
         | {"post": f32(tokens, 2), "comb": f32(tokens, 2, 2), "fn": f32(8, 2 * dim)},
     }[op] | ({} if op in without_layer else {"layer": CASE_LAYER})

@@ -154,6 +154,24 @@ def case_of_round_index_queries():
     return given | {"rope": rope}, {"rounded": pk.round_index_queries(**given)}
 
 
+def case_of_pack_rows():
+    planes = [
+        f32(2, NB, 3, C),
+        i32(RNG.integers(0, 9, (1, NB, 3))),
+        f32(3, NB).astype(jnp.bfloat16),
+    ]
+    given = {"planes": planes, "rows": i32([5, 0, 3])}
+    return given, {"packed": pk.pack_rows(**given)[0]}
+
+
+def case_of_unpack_rows():
+    planes = [i32(RNG.integers(0, 256, (2, NB, *s))).astype(jnp.uint8) for s in ((3, C), (), (5,))]
+    rows = i32([5, 0, 3])
+    packed = i32(RNG.integers(0, 256, (3, 2 * (3 * C + 1 + 5)))).astype(jnp.uint8)
+    given = {"planes": planes, "rows": rows, "packed": packed}
+    return given, {"written": pk.unpack_rows(**given)}
+
+
 def case_of_append_tokens():
     """Token 9 of request 0 opens a window of 3, and token 10 leaves it open."""
     projections = {"values": f32(T, C), "scores": f32(T, C)}
