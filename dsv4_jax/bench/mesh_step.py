@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from dsv4_jax.bench.decode import MARGIN_BYTES
@@ -18,12 +19,14 @@ from dsv4_jax.bench.decode_case import CaseSetup, DecodeCase, decode_call
 from dsv4_jax.bench.decode_loop import compile_loop, greedy_rows, time_loop
 from dsv4_jax.bench.floor import StepFloor, step_floor
 from dsv4_jax.bench.memory import memory_limit, peak_bytes
+from dsv4_jax.bench.parts import one_token_each
 from dsv4_jax.bench.placement import place
 from dsv4_jax.bench.program import Program, compile_program
 from dsv4_jax.bench.report import first_line
 from dsv4_jax.bench.routing_laws import LAWS, expected_experts
 from dsv4_jax.bench.weights import with_routing
 from dsv4_jax.cache.model_cache import ModelCache
+from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.hosts import meet
 from dsv4_jax.mesh import mesh_sizes, shardings_of
@@ -68,6 +71,11 @@ class MeshSteps:
         """Waits for all that `compile_ahead` began; errors are those of the cases."""
         concurrent.futures.wait(self._compiling.values())
         gc.enable()
+
+    def step_input(self, batch: int) -> StepInput:
+        """So many requests of each data shard, whose tokens are its own."""
+        shards = range(mesh_sizes(self.mesh)[0])
+        return on_shards([one_token_each(self.config, batch, n) for n in shards], self.mesh)
 
     def _setup(self, case: DecodeCase) -> CaseSetup:
         data, _ = mesh_sizes(self.mesh)
@@ -178,7 +186,7 @@ class MeshSteps:
             return on_every_shard(setup.fill(), self.mesh)
 
         cache = fill()
-        step_input = on_every_shard(setup.step_input, self.mesh)
+        step_input = self.step_input(setup.case.batch)
         lengths = jnp.copy(cache.length_tokens)  # the first call donates the cache's own
 
         def rewind(state: Any) -> Any:
@@ -246,13 +254,25 @@ def on_every_shard[T](tree: T, mesh: Mesh) -> T:
 
     Of blocks that are dealt over `model`, they are one device's, and all devices have the same.
     """
+    return on_shards([tree] * mesh_sizes(mesh)[0], mesh)
 
-    def spread(leaf: jax.Array, where: Any) -> jax.Array:
-        parts = [jax.device_put(leaf, device) for device in mesh.local_devices]
-        shape = _whole_shape(leaf.shape, where, mesh)
+
+def on_shards[T](trees: Sequence[T], mesh: Mesh) -> T:
+    """Arrays of each data shard, as those of a mesh.
+
+    Args:
+      trees: one for each data shard, all of the same shapes.
+      mesh: the devices.
+    """
+    axis = mesh.axis_names.index("data")
+    shard_of = {device: index[axis] for index, device in np.ndenumerate(mesh.devices)}
+
+    def spread(where: Any, *leaves: jax.Array) -> jax.Array:
+        parts = [jax.device_put(leaves[shard_of[one]], one) for one in mesh.local_devices]
+        shape = _whole_shape(leaves[0].shape, where, mesh)
         return jax.make_array_from_single_device_arrays(shape, where, parts)
 
-    return jax.tree.map(spread, tree, shardings_of(tree, mesh))
+    return jax.tree.map(spread, shardings_of(trees[0], mesh), *trees)
 
 
 def shapes_on_every_shard[T](tree: T, mesh: Mesh) -> T:

@@ -105,13 +105,14 @@ def random_inputs(config: DSV4Config, batch: int, seed: int = 0) -> AttentionInp
     )
 
 
-def one_token_each(config: DSV4Config, batch: int) -> StepInput:
+def one_token_each(config: DSV4Config, batch: int, shard: int = 0) -> StepInput:
     """The input of a decode step: segment r is slot r, with one random token.
 
     What a token reads of Engram tables is random too, of the formats of the release, on the device.
+    Each data shard has tokens of its own, since equal ones pick the same experts.
     """
     rows = jnp.arange(batch, dtype=jnp.int32)
-    rng = np.random.default_rng(batch)
+    rng = np.random.default_rng((batch, shard))
     tokens = jnp.asarray(rng.integers(0, config.vocab_size, batch), jnp.int32)
     engram = random_rows(config, batch, rng)
     return StepInput(token_ids=tokens, request_ids=rows, request_slots=rows, engram=engram)

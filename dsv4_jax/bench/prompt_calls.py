@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dsv4_jax.bench.mesh_step import on_every_shard
+from dsv4_jax.bench.mesh_step import on_every_shard, on_shards
 from dsv4_jax.bench.parts import random_rows
 from dsv4_jax.bench.program import Program, compile_program
 from dsv4_jax.cache.empty_cache import init_cache
@@ -24,6 +24,7 @@ from dsv4_jax.cache.snapshots import SnapshotPlan, SnapshotStore, init_snapshot_
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.upper_layers import upper_layers, upper_size
+from dsv4_jax.mesh import mesh_sizes
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.step.prefill import jit_prefill
 from dsv4_jax.step.sampling import make_sampling
@@ -110,7 +111,7 @@ class PromptCalls:
     def __init__(
         self, config: DSV4Config, plan: PromptPlan, *, cache_format: str, mesh: Mesh | None
     ) -> None:
-        """Makes the cache and the inputs; every data shard of a mesh has the same.
+        """Makes the cache and the inputs; every data shard of a mesh has a prompt of its own.
 
         Args:
           config: the model, without a draft.
@@ -123,26 +124,20 @@ class PromptCalls:
         sizes = {"max_context_tokens": plan.num_tokens, "cache_format": cache_format}
         cache = init_cache(config, max_requests=1, **sizes)
         rng = np.random.default_rng(0)
-        tokens = rng.integers(0, config.vocab_size, plan.num_tokens)
+        shards = 1 if mesh is None else mesh_sizes(mesh)[0]
+        prompts = rng.integers(0, config.vocab_size, (shards, plan.num_tokens))
         rows = random_rows(config, plan.chunk_tokens, rng)
         shared = None if rows is None else self._placed(rows)  # of all calls, whatever their tokens
         self.inputs = []
-        for number, some in enumerate(tokens.reshape(-1, plan.chunk_tokens)):
-            step = StepInput(
-                token_ids=jnp.asarray(some, jnp.int32),
-                request_ids=jnp.zeros(plan.chunk_tokens, jnp.int32),
-                request_slots=jnp.zeros(1, jnp.int32),
-            )
-            ended = (number + 1) * plan.chunk_tokens
-            follows = int(tokens[ended]) if ended < plan.num_tokens else -1
-            one = self._placed(self._serve_input(step, number, follows))
+        for number in range(plan.num_tokens // plan.chunk_tokens):
+            calls = [self._call(tokens, number) for tokens in prompts]
+            one = calls[0] if mesh is None else on_shards(calls, mesh)
             if shared is not None:
                 whole = one.step if isinstance(one, ServeInput) else one
                 whole = dataclasses.replace(whole, engram=shared)
                 one = dataclasses.replace(one, step=whole) if isinstance(one, ServeInput) else whole
             self.inputs.append(one)
         cache = self._placed(cache)
-        shards = 1 if mesh is None else mesh.shape["data"]
         store = init_snapshot_store(cache, shards) if self.is_engines else None
         self.state: _State = cache, store
         self._start = cache.length_tokens + 0
@@ -150,6 +145,18 @@ class PromptCalls:
 
     def _placed[T](self, tree: T) -> T:
         return tree if self.mesh is None else on_every_shard(tree, self.mesh)
+
+    def _call(self, tokens: np.ndarray, number: int) -> StepInput | ServeInput:
+        """The input of a call of a prompt, on one device and without rows of Engram tables."""
+        size = self.plan.chunk_tokens
+        start, ended = number * size, (number + 1) * size
+        step = StepInput(
+            token_ids=jnp.asarray(tokens[start:ended], jnp.int32),
+            request_ids=jnp.zeros(size, jnp.int32),
+            request_slots=jnp.zeros(1, jnp.int32),
+        )
+        follows = int(tokens[ended]) if ended < self.plan.num_tokens else -1
+        return self._serve_input(step, number, follows)
 
     def _serve_input(self, step: StepInput, number: int, follows: int) -> StepInput | ServeInput:
         """The call as its program takes it; -1 follows the last token of the prompt."""

@@ -10,7 +10,8 @@ import numpy as np
 
 import dsv4_jax as ds
 from dsv4_jax.bench.mesh_rounds import MeshRoundCase
-from dsv4_jax.bench.mesh_step import param_shapes_on
+from dsv4_jax.bench.mesh_step import MeshSteps, param_shapes_on
+from dsv4_jax.bench.prompt_calls import PromptCalls, PromptPlan
 from dsv4_jax.bench.round_case import RoundCase, usual_stages
 from dsv4_jax.bench.round_programs import Model, RoundPrograms
 from dsv4_jax.bench.taught_rounds import recorded, taught_rounds
@@ -81,5 +82,17 @@ def check_all(arguments):
             "same": float(np.mean(said == np.concatenate(expected))),
             "different_tokens": len(np.unique(said)),
             "as_taught": [each["as_taught"] for each in row["kept"].values()],
+            "shards": tokens_of_shards(config, mesh),
         }
     return found
+
+
+def tokens_of_shards(config, mesh):
+    """First tokens of each device, in a timed step and in a timed prompt."""
+    plan = PromptPlan.of(config, num_tokens=128, chunk_tokens=64)
+    call, *_ = PromptCalls(config, plan, cache_format="f32", mesh=mesh).inputs
+    step = MeshSteps(config, mesh, weights=WEIGHTS).step_input(REQUESTS)
+    return [
+        [np.asarray(part.data)[:4].tolist() for part in one.token_ids.addressable_shards]
+        for one in (step, call)
+    ]

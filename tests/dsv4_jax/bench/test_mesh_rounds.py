@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import dsv4_jax as ds
-from dsv4_jax.bench import floor, placement, round_report
+from dsv4_jax.bench import floor, mesh_step, placement, round_report
 from dsv4_jax.bench.mesh_rounds import MeshRoundCase
 from dsv4_jax.bench.mesh_step import param_shapes_on
 from dsv4_jax.bench.round_case import RoundCase, usual_stages
@@ -139,6 +139,16 @@ def test_bad_input_is_one_line_and_status_2(capsys, monkeypatch, arguments, mess
     assert message in line
 
 
+def test_each_data_shard_of_a_timed_step_has_tokens_of_its_own(monkeypatch):
+    given = []
+    monkeypatch.setattr(mesh_step, "make_peer_buffers", lambda mesh: None)
+    monkeypatch.setattr(mesh_step, "on_shards", lambda trees, mesh: given.append(trees))
+    mesh_step.MeshSteps(TINY, AbstractMesh((4, 1), AXES), weights="bfloat16").step_input(3)
+    tokens = [tuple(np.asarray(one.token_ids).tolist()) for one in given[0]]
+    assert len(set(tokens)) == len(tokens) == 4
+    assert all(np.array_equal(one.request_slots, range(3)) for one in given[0])
+
+
 @pytest.mark.slow
 def test_rounds_on_meshes_say_what_one_device_says():
     found = on_cpus.run("rounds", "1x2", "2x1", "2x2")
@@ -147,3 +157,7 @@ def test_rounds_on_meshes_say_what_one_device_says():
         assert each["same"] == 1
         assert each["different_tokens"] > 10
         assert each["as_taught"] == [1, 1, 1, 1]
+    for name, num_shards in (("1x2", 1), ("2x1", 2), ("2x2", 2)):  # equal tokens pick the same
+        for of_devices in found[name]["shards"]:
+            assert len(of_devices) == (4 if name == "2x2" else 2)
+            assert len({tuple(tokens) for tokens in of_devices}) == num_shards
