@@ -86,7 +86,10 @@ def _packing(where: tuple[Sharding, ...]) -> Callable[..., tuple[jax.Array, jax.
     axes = _row_axes(named)
 
     def pack(planes: list[jax.Array], rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        packed, sums = pk.pack_rows(planes, _own_rows(rows, planes[0].shape[1], axes))
+        own, is_own = _own_rows(rows, planes[0].shape[1], axes)
+        packed, sums = pk.pack_rows(planes, own)
+        # Zeros have a checksum too, and only one device gives that of a row.
+        sums = jnp.where(is_own[:, None], sums, 0)
         return jax.lax.psum((packed, sums), axes) if axes else (packed, sums)
 
     on_devices = jax.shard_map(
@@ -110,7 +113,8 @@ def _unpacking(where: tuple[Sharding, ...]) -> Callable[..., list[jax.Array]]:
     axes = _row_axes(named)
 
     def unpack(planes: list[jax.Array], rows: jax.Array, packed: jax.Array) -> list[jax.Array]:
-        return pk.unpack_rows(planes, _own_rows(rows, planes[0].shape[1], axes), packed)
+        own, _ = _own_rows(rows, planes[0].shape[1], axes)
+        return pk.unpack_rows(planes, own, packed)
 
     specs = [one.spec for one in named]
     on_devices = jax.shard_map(
@@ -132,7 +136,10 @@ def _axes_of(spec: P) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
-def _own_rows(rows: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
-    """Rows as a device numbers them that has `count`, and -1 for those that it has not."""
-    own = rows - place_on(*axes) * count
-    return jnp.where((rows >= 0) & (own >= 0) & (own < count), own, -1)
+def _own_rows(rows: jax.Array, count: int, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """Rows as a device numbers them that has `count`, -1 for others, and bool[n], which it has.
+
+    A row that no device has is one of the first.
+    """
+    is_own = jnp.maximum(rows, 0) // count == place_on(*axes)
+    return jnp.where(is_own & (rows >= 0), rows - place_on(*axes) * count, -1), is_own
