@@ -19,6 +19,7 @@ from benchmarks import (
     bench_expert_mlp,
     bench_gather,
     bench_index_scores,
+    bench_pack_rows,
     bench_sparse_attention,
     bench_topk,
 )
@@ -33,6 +34,7 @@ BENCHMARKS = [
     (bench_draws, 16),
     (bench_gather, 9),
     (bench_index_scores, 28),
+    (bench_pack_rows, 12),
     (bench_sparse_attention, 60),
     (bench_topk, 14),
 ]

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import math
 from unittest import mock
 
 import jax
@@ -140,6 +141,25 @@ def mix(count):
     return jax.jit(run)(*(np.float32(rng.normal(size=shape)) for shape in shapes))
 
 
+def move_rows():
+    """Two rows packed, summed and put elsewhere, of planes of one, two and four words a load."""
+    rng = np.random.default_rng(0)
+    shapes = (((3, 5, 4, 192), np.uint8), ((2, 5, 4), jnp.bfloat16), ((4, 5, 3), np.int32))
+    planes = [
+        rng.integers(0, 256, math.prod(shape) * np.dtype(dtype).itemsize, np.uint8)
+        .view(dtype)
+        .reshape(shape)
+        for shape, dtype in shapes
+    ]
+
+    def run(planes, rows, places):
+        packed, sums = pk.pack_rows(planes, rows, backend="triton_gpu")
+        written = pk.unpack_rows(planes, places, packed, backend="triton_gpu")
+        return sums, pk.sum_rows(packed, backend="triton_gpu"), written
+
+    return jax.jit(run)(planes, np.int32([3, -1, 0]), np.int32([1, 2, -1]))
+
+
 def gather_outside():
     """Blocks of a table far beyond the pool."""
     table = jnp.full((len(TOKENS[0]), 256), 10**6, jnp.int32)
@@ -192,6 +212,7 @@ CALLS = {
     "attend_few": functools.partial(attend_few, "fp8_ue8m0"),
     "gather": functools.partial(gather, "fp8_ue8m0"),
     "round_queries": functools.partial(round_queries, "fp8_ue8m0"),
+    "move_rows": move_rows,
     "mix": functools.partial(mix, 2),
     "mix_many": functools.partial(mix, product_calls.MANY_TOKENS),
     **product_calls.CALLS,

@@ -234,7 +234,9 @@ def test_a_function_of_libdevice_is_called(results, name):
 
 @pytest.mark.parametrize(
     "name",
-    slow.all_but(["pick"], ["pick", "join", "mix", "gather", "round_queries", "write"]),
+    slow.all_but(
+        ["pick"], ["pick", "join", "mix", "gather", "round_queries", "write", "move_rows"]
+    ),
 )
 def test_a_kernel_of_the_project_gives_what_the_interpreter_gives(name):
     """Integers and bytes are equal; sums are taken in another order."""
