@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_kernels as pk
 from dsv4_jax import checks
+from dsv4_jax.cache.row_sums import row_sums
 from dsv4_jax.mesh import place_on
 from pallas_kernels.pack_rows.reference import plane_bytes
 
@@ -32,17 +33,17 @@ def row_bytes(pools: object) -> int:
     return sum(plane_bytes(plane) for plane in jax.tree.leaves(pools))
 
 
-def pack_rows(pools: object, rows: jax.Array | np.ndarray) -> jax.Array:
-    """Some rows of pools, in one array.
+def pack_rows(pools: object, rows: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """Some rows of pools, in one array, and their checksums.
 
     On a mesh rows are numbered through all devices, as the arrays' second axis is.
 
     Args:
       pools: planes [L, A, ...].
-      rows: i32[n]; what -1 gives is zeros.
+      rows: i32[n]; what -1 gives is arbitrary.
 
     Returns:
-      u8[n, `row_bytes(pools)`].
+      u8[n, `row_bytes(pools)`], and u32[n, 2], as `row_sums` has them.
 
     Raises:
       ValueError: `rows` is no such array.
@@ -50,9 +51,9 @@ def pack_rows(pools: object, rows: jax.Array | np.ndarray) -> jax.Array:
     checks.array("rows", rows, (None,))
     leaves = jax.tree.leaves(pools)
     if not leaves:
-        return jnp.zeros((rows.shape[0], 0), jnp.uint8)
-    packed, _ = _packing(tuple(leaf.sharding for leaf in leaves))(leaves, rows)
-    return packed
+        nothing = jnp.zeros((rows.shape[0], 0), jnp.uint8)
+        return nothing, row_sums(nothing)
+    return _packing(tuple(leaf.sharding for leaf in leaves))(leaves, rows)
 
 
 def unpack_rows[T](pools: T, rows: jax.Array | np.ndarray, packed: jax.Array | np.ndarray) -> T:

@@ -267,15 +267,15 @@ class EngineArrays:
             self._row_bytes[of] = row_bytes(self._pools(of))
         return self._row_bytes[of]
 
-    def take_rows(self, of: str, rows: np.ndarray) -> jax.Array:
+    def take_rows(self, of: str, rows: np.ndarray) -> tuple[jax.Array, jax.Array]:
         """`pack_rows` of "slots", "blocks" or "snapshots", of one process's devices.
 
         Rows are numbered through all data shards.
         """
-        packed = pack_rows(self._pools(of), rows)
+        packed, sums = pack_rows(self._pools(of), rows)
         if self._waits:
-            jax.block_until_ready(packed)
-        return packed
+            jax.block_until_ready((packed, sums))
+        return packed, sums
 
     def put_rows(self, of: str, rows: np.ndarray, packed: np.ndarray | jax.Array) -> None:
         """`unpack_rows`, of the same."""

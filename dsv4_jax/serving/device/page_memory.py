@@ -71,21 +71,24 @@ class PageMemory:
         kinds = {memory.kind for memory in self._device.addressable_memories()}
         self.kind = PINNED if PINNED in kinds else None
 
-    def to_host(self, packed: jax.Array, sizes: Sequence[int]) -> tuple[list[Any], np.ndarray]:
+    def to_host(
+        self, packed: jax.Array, sums: jax.Array, sizes: Sequence[int]
+    ) -> tuple[list[Any], np.ndarray]:
         """The first rows of u8[n, m] in arrays of so many each; waits until they have come.
 
         Args:
           packed: rows.
+          sums: u32[n, 2], their checksums.
           sizes: of the parts, each one of `RUN_SIZES`.
 
         Returns:
-          The parts, and u32[n, 2], checksums of all rows.
+          The parts, and the checksums of all rows.
 
         Raises:
           Exception: what the device raised, or the host, which has no memory left.
         """
         packed = self._of_one_device(packed)
-        sums, parts, start = _sums(packed), [], 0
+        parts, start = [], 0
         for size in sizes:
             whole = size == packed.shape[0]
             parts.append(packed if whole else _part(packed, np.int32(start), size))

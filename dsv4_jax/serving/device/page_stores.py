@@ -237,11 +237,11 @@ class PageStores:
         if not slabs:
             return
         numbers = np.array([one.row for one in rows[:taken]], np.int32)
-        packed = self._devices.take_rows(of, padded_rows(self.through(of, shard, numbers)))
+        packed, found = self._devices.take_rows(of, padded_rows(self.through(of, shard, numbers)))
         sizes = [slab.num_rows for slab in slabs]
 
         def fill() -> None:
-            parts, sums = self._memory.to_host(packed, sizes)
+            parts, sums = self._memory.to_host(packed, found, sizes)
             start = 0
             for slab, part, count in zip(slabs, parts, sizes, strict=True):
                 slab.data, slab.sums = part, sums[start : start + count]

@@ -92,19 +92,19 @@ def copy_jobs(devices: EngineArrays) -> list[tuple[str, Callable[[], object]]]:
             sizes = run_sizes(devices.bytes_of_row(of))
             for count in sizes:
                 nowhere = np.full(count, -1, np.int32)
-                taken = devices.take_rows(of, nowhere)
+                taken, sums = devices.take_rows(of, nowhere)
                 smaller = [size for size in sizes if size < count]
-                whole, _ = thread.submit(memory.to_host, taken, [count]).result()
+                whole, _ = thread.submit(memory.to_host, taken, sums, [count]).result()
                 packed, _ = thread.submit(memory.to_devices, whole).result()
                 for size in smaller:
-                    parts, _ = thread.submit(memory.to_host, taken, [size]).result()
+                    parts, _ = thread.submit(memory.to_host, taken, sums, [size]).result()
                     several = parts * (count // size)
                     packed, _ = thread.submit(memory.to_devices, several).result()
                 devices.put_rows(of, nowhere, packed)
 
     def copy_slot() -> None:
         nowhere = np.full(1, -1, np.int32)
-        devices.put_rows("slots", nowhere, np.asarray(devices.take_rows("slots", nowhere)))
+        devices.put_rows("slots", nowhere, np.asarray(devices.take_rows("slots", nowhere)[0]))
 
     jobs = [(f"copies of {of}", functools.partial(copy, of)) for of in ("blocks", "snapshots")]
     return [*jobs, ("copies of slots", copy_slot)]
@@ -116,7 +116,7 @@ def _take(devices: EngineArrays, of: str, rows: np.ndarray) -> np.ndarray:
     begun: collections.deque[tuple[jax.Array, int]] = collections.deque()
     width = devices.bytes_of_row(of)
     for part in _runs(len(rows), width):
-        packed = devices.take_rows(of, padded_rows(rows[part]))
+        packed, _ = devices.take_rows(of, padded_rows(rows[part]))
         packed.copy_to_host_async()
         begun.append((packed, part.stop - part.start))
         if len(begun) == _COPIES_AT_ONCE:

@@ -48,7 +48,8 @@ def test_the_mesh_s_cases_see_rows_of_another_shard(monkeypatch):
 
 
 def test_no_planes_are_rows_of_no_bytes():
-    packed = pack_rows({}, np.int32([0, 1]))
+    packed, sums = pack_rows({}, np.int32([0, 1]))
+    assert not np.any(sums)
     assert packed.shape == (2, row_bytes({})) == (2, 0)
     assert unpack_rows({}, np.int32([0, 1]), packed) == {}
 

@@ -343,7 +343,7 @@ def test_rows_that_are_packed_and_unpacked_are_the_same_bits(cache_format):
 
     for pools in (cache.state, cache.paged):
         before = jax.tree.map(filled, pools)
-        packed = pack_rows(jax.tree.map(jnp.asarray, before), np.array([2, 0, -1], np.int32))
+        packed, _ = pack_rows(jax.tree.map(jnp.asarray, before), np.array([2, 0, -1], np.int32))
         assert packed.shape == (3, row_bytes(pools))
         targets = np.array([1, 3, -1], np.int32)
         after = unpack_rows(jax.tree.map(jnp.asarray, before), targets, packed)

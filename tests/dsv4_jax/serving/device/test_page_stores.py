@@ -13,6 +13,7 @@ from dsv4_jax.allocator.block_contents import BlockContent
 from dsv4_jax.allocator.disk_tier import DiskTier
 from dsv4_jax.allocator.host_tier import HostTier
 from dsv4_jax.allocator.leaving import Leaving
+from dsv4_jax.cache.row_sums import row_sums
 from dsv4_jax.serving.device import page_memory, page_stores
 from dsv4_jax.serving.device.disk_writes import DiskWrites
 from dsv4_jax.serving.device.far_pages import gather_run, runs_of
@@ -35,7 +36,8 @@ class Devices:
         return ROW
 
     def take_rows(self, of, rows):
-        return jax.numpy.asarray(np.stack([self.row(number) for number in rows]))
+        packed = jax.numpy.asarray(np.stack([self.row(number) for number in rows]))
+        return packed, row_sums(packed)
 
     def row(self, number):
         return np.random.default_rng(number + 1).integers(0, 256, ROW, np.uint8)
