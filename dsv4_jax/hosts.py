@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -26,6 +27,9 @@ DEFAULT_TIMEOUT_S = 60.0
 _BEATS_PER_TIMEOUT = 5
 _LEFT = "left"
 _POLL_MS = 1000
+_TOLD_KEPT = 1024
+"""Messages. Between two of them that all have surely heard, since process 0 waits for what they do
+or answer, there are far fewer."""
 
 
 class Hosts:
@@ -44,7 +48,10 @@ class Hosts:
         self.number, self.count, self.timeout_s = number, count, timeout_s
         self.is_taken = False
         self._service = service
-        self._told = self._met = 0
+        self._told = self._met = self._shared = 0
+        self._numbers = itertools.count()
+        self._answered, self._answering = 0, threading.Lock()
+        self._answers_heard = dict.fromkeys(range(count), 0)
         self._calls = 0
         self._left = threading.Event()
         self._heard = {other: time.monotonic() for other in range(count)}
@@ -63,15 +70,51 @@ class Hosts:
         """Process 0 to all others: the next message that they `listen` for."""
         self._service.key_value_set_bytes(f"dsv4/told/{self._told}", message)
         self._told += 1
-        # All have heard what was told two calls of the devices before, and long before that.
-        if self._told > 64:
-            self._service.key_value_delete(f"dsv4/told/{self._told - 65}")
+        if self._told > _TOLD_KEPT:
+            self._service.key_value_delete(f"dsv4/told/{self._told - _TOLD_KEPT - 1}")
 
     def listen(self) -> bytes:
         """The next message of process 0, however long that takes."""
         message = self._wait_for(f"dsv4/told/{self._told}")
         self._told += 1
         return message
+
+    def next_number(self) -> int:
+        """A number that process 0 has not given before, for what the others answer about."""
+        return next(self._numbers)
+
+    def answer(self, message: bytes) -> None:
+        """Another process to process 0, from any thread; nothing waits for it."""
+        with self._answering, contextlib.suppress(jax.errors.JaxRuntimeError):
+            key = f"dsv4/answer/{self.number}/{self._answered}"
+            self._service.key_value_set_bytes(key, message)
+            self._answered += 1
+
+    def hear_answer(self, other: int) -> bytes | None:
+        """The next answer of another process, in one thread of process 0; None if that leaves.
+
+        It waits however long that takes: who dies ends this process.
+        """
+        key = f"dsv4/answer/{other}/{self._answers_heard[other]}"
+        while not self._left.is_set():
+            try:
+                message = self._service.blocking_key_value_get_bytes(key, _POLL_MS)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error) and not self._left.is_set():
+                    self.fail(error)
+                continue
+            self._answers_heard[other] += 1
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._service.key_value_delete(key)
+            return message
+        return None
+
+    def share(self, value: int) -> list[int]:
+        """What every process gives, in their order; all call this, in the same order."""
+        self._shared += 1
+        key = f"dsv4/shared/{self._shared}"
+        self._service.key_value_set_bytes(f"{key}/{self.number}", b"%d" % value)
+        return [int(self._wait_for(f"{key}/{other}", other)) for other in range(self.count)]
 
     def meet(self) -> None:
         """Waits until every process has come here, however long that takes."""
@@ -80,13 +123,15 @@ class Hosts:
         for other in range(self.count):
             self._wait_for(f"dsv4/met/{self._met}/{other}")
 
-    def _wait_for(self, key: str) -> bytes:
+    def _wait_for(self, key: str, other: int | None = None) -> bytes:
         while True:
             try:
                 return self._service.blocking_key_value_get_bytes(key, _POLL_MS)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     self.fail(error)
+            if other is not None and self._heard[other] == float("inf"):
+                self.end(f"process {other} has left, and does not come here")
 
     @contextlib.contextmanager
     def call(self, *, is_new: bool) -> Iterator[None]:

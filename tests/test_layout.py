@@ -187,7 +187,8 @@ def test_a_room_imports_only_what_it_is_allowed_to():
 SERVING_ROOMS = {
     "metrics": set(),
     "options": set(),
-    "sizing": {"options"},
+    "least_memory": set(),
+    "sizing": {"options", "least_memory"},
     "requests": set(),
     "request": {"requests"},
     "grammars": {"requests"},

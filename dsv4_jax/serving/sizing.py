@@ -15,10 +15,12 @@ from dsv4_jax.allocator.pool_plan import PoolPlan, device_memory_bytes, plan_poo
 from dsv4_jax.cache.schema import FormatName, check_selector, choose_cache_format
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.upper_layers import upper_layers, upper_size
+from dsv4_jax.hosts import hosts_of
 from dsv4_jax.mesh import AXES, DATA, check_divides, mesh_sizes
 from dsv4_jax.model.draft_params import DraftParams, DSparkParams
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.runtime import host_memory
+from dsv4_jax.serving.least_memory import least_memory
 from dsv4_jax.serving.options import DEFAULT_MAX_STEP_MS, NO_STEP_BOUND_MS, EngineOptions
 from dsv4_jax.step.call_cost import base_seconds
 from dsv4_jax.step.draft_worth import StepCost, least_survival
@@ -236,13 +238,15 @@ def _upper_sizes(sizes: Sequence[int], decoding: int) -> dict[int, int]:
 
 
 def find_host_cache_bytes(options: EngineOptions) -> int:
-    """What `host_cache_bytes` comes to on this machine now.
+    """What `host_cache_bytes` comes to on this machine now, or on the fullest of several.
 
     Raises:
       ValueError: it is "auto", and nobody says what is free.
       MemoryError: it is more than what is free.
     """
     asked, memory = options.host_cache_bytes, host_memory()
+    if (hosts := hosts_of(options.mesh)) is not None:
+        memory = least_memory(hosts, memory)
     if not asked and options.disk_cache_dir is not None:
         asked = BESIDE_DISK_BYTES
     if isinstance(asked, str):

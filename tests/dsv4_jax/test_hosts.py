@@ -1,5 +1,6 @@
 """Processes that watch each other: in one, and with four CPU devices in several."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -107,6 +108,41 @@ def test_who_comes_first_waits_for_the_others(pair, monkeypatch):
         waiting.join(10)
         assert came == list(range(number + 1))
     assert said == []
+
+
+def test_what_another_process_answers_is_heard_in_order(pair):
+    first, second, said = pair
+    for number in range(3):
+        second.answer(b"%d" % number)
+    heard = [first.hear_answer(1) for _ in range(3)]
+    assert heard == [b"0", b"1", b"2"]
+    assert not [key for key in first._service.values if "answer" in key]  # nothing is left
+    threading.Timer(0.05, lambda: second.answer(b"3")).start()
+    assert first.hear_answer(1) == b"3"
+    threading.Timer(0.05, first.leave).start()
+    assert first.hear_answer(1) is None
+    assert said == []
+
+
+def test_all_know_what_each_of_them_gives(pair):
+    both = pair[:2]
+    for value in (3, 9):  # more than once
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            given = [value, value + 1]
+            found = list(threads.map(hosts.Hosts.share, both, given))
+        assert found == [given, given]
+
+
+def test_who_waits_for_what_a_process_that_has_left_would_give_ends(pair, monkeypatch):
+    first, second, _ = pair
+
+    def end(self, message):
+        raise SystemExit(message)
+
+    monkeypatch.setattr(hosts.Hosts, "end", end)
+    second.leave()
+    with pytest.raises(SystemExit, match="process 1 has left, and does not come here"):
+        first.share(1)
 
 
 def test_a_process_that_is_silent_is_named(pair):
