@@ -77,6 +77,8 @@ class Slab:
       sums: u32[n, 2], checksums of the rows.
       filling: what fills it, while it does.
       holders: who fills or reads it now; it does not give way then.
+      bytes_at: of the data, in the memory of each process.
+      shard: data shard that it came from, where that matters.
     """
 
     of: str
@@ -89,6 +91,8 @@ class Slab:
     sums: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.uint32))
     filling: concurrent.futures.Future[None] | None = None
     holders: int = 0
+    bytes_at: tuple[int, ...] = ()
+    shard: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -97,27 +101,41 @@ class Slab:
 
     def rows(self) -> np.ndarray:
         """The data, u8[n, m], on the host."""
-        data = self.data
-        # An array of JAX keeps what NumPy was given of it: that must not be this one, since where
-        # memory is pinned it is a second copy.
-        return np.asarray(data.addressable_data(0) if hasattr(data, "addressable_data") else data)
+        return on_host(self.data)
+
+
+def on_host(data: Any) -> np.ndarray:
+    """An array of JAX in the host's memory, or one of NumPy, as one of NumPy."""
+    # An array of JAX keeps what NumPy was given of it: that must not be this one, since where
+    # memory is pinned it is a second copy.
+    return np.asarray(data.addressable_data(0) if hasattr(data, "addressable_data") else data)
 
 
 class HostTier:
     """Slabs of pages, the least recently used of which give way.
 
+    Where a mesh spans several processes, each keeps the rows that its devices have. This is then
+    the one list of them all, in process 0.
+
     Attributes:
-      max_bytes: of all slabs together, never exceeded.
-      num_bytes: of the slabs that are there.
+      max_bytes: of all slabs together in the memory of a process, never exceeded.
       evicted_bytes: of slabs that gave way so far.
+      gone: slabs that were taken out, for whoever has to be told; None is nobody.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, num_processes: int = 1) -> None:
         """An empty one."""
         self.max_bytes = max_bytes
-        self.num_bytes = self.evicted_bytes = 0
+        self.evicted_bytes = 0
+        self.gone: list[Slab] | None = None
+        self._bytes_at = [0] * num_processes
         self._pages: dict[str, dict[bytes, Page]] = {"blocks": {}, "snapshots": {}}
         self._slabs: collections.OrderedDict[Slab, None] = collections.OrderedDict()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the slabs that are there, in the memory of the process that has most."""
+        return max(self._bytes_at)
 
     @property
     def num_pages(self) -> int:
@@ -192,7 +210,14 @@ class HostTier:
         if slab in self._slabs:
             self._slabs.move_to_end(slab, last=False)
 
-    def add(self, of: str, rows: Sequence[Leaving], row_bytes: int) -> Slab | None:
+    def add(
+        self,
+        of: str,
+        rows: Sequence[Leaving],
+        row_bytes: int,
+        bytes_at: Sequence[int] | None = None,
+        shard: int = 0,
+    ) -> Slab | None:
         """Room for pages, held once, which the caller fills.
 
         Others give way for it, the least recently used first. None if there is no room for all.
@@ -201,17 +226,21 @@ class HostTier:
           of: "blocks" or "snapshots".
           rows: of pages that are not there.
           row_bytes: of each.
+          bytes_at: of all, in the memory of each process; None where there is one.
+          shard: as of `Slab`.
         """
         num_bytes = row_bytes * len(rows)
-        if not self._make_room(num_bytes):
+        bytes_at = (num_bytes,) if bytes_at is None else tuple(bytes_at)
+        if not self._make_room(bytes_at):
             return None
         _, _, contents, parents, ends = map(list, zip(*rows, strict=True))
         slab = Slab(of, row_bytes, [], num_bytes, contents, parents, holders=1)
+        slab.bytes_at, slab.shard = bytes_at, shard
         fields = itertools.repeat(slab), range(len(rows)), contents, parents, ends
         slab.pages = list(map(Page, *fields))
         self._pages[of].update(zip(map(_KEY, contents), slab.pages, strict=True))
         self._slabs[slab] = None
-        self.num_bytes += num_bytes
+        self._count(slab, 1)
         return slab
 
     def use(self, keys: Iterable[tuple[str, bytes]]) -> None:
@@ -252,13 +281,15 @@ class HostTier:
 
     def problems(self) -> list[Problem]:
         """What is wrong: sizes that do not add up, and filled pages of other bytes than came."""
-        found, total = [], sum(slab.num_bytes for slab in self._slabs)
-        if total != self.num_bytes or total > self.max_bytes:
-            message = f"slabs have {total} bytes, counted are {self.num_bytes} of {self.max_bytes}"
-            found.append(Problem("owner", "host", message))
+        found = []
+        for process, counted in enumerate(self._bytes_at):
+            total = sum(slab.bytes_at[process] for slab in self._slabs)
+            if total != counted or total > self.max_bytes:
+                message = f"slabs have {total} bytes, counted are {counted} of {self.max_bytes}"
+                found.append(Problem("owner", "host", message))
         for slab in self._slabs:
-            if slab.filling is not None:
-                continue
+            if slab.filling is not None or len(self._bytes_at) > 1:
+                continue  # it comes, or each process has its own part
             rows = slab.rows()
             for page in slab.pages:
                 if sum_of_row(rows[page.row]) != page.checksum:
@@ -270,18 +301,25 @@ class HostTier:
         for slab in reversed(self._slabs):
             yield from slab.pages
 
-    def _make_room(self, num_bytes: int) -> bool:
+    def _make_room(self, bytes_at: Sequence[int]) -> bool:
         """Whether so many bytes are free; only then has anything given way."""
-        wanted, giving = self.num_bytes + num_bytes - self.max_bytes, []
-        if num_bytes > self.max_bytes:
+        wanted = [
+            there + more - self.max_bytes
+            for there, more in zip(self._bytes_at, bytes_at, strict=True)
+        ]
+        giving = []
+        if max(bytes_at) > self.max_bytes:
             return False
         for slab in self._slabs:
-            if wanted <= 0:
+            if max(wanted) <= 0:
                 break
-            if not slab.holders:
+            # One that frees nothing where room is missing stays.
+            if not slab.holders and any(
+                missing > 0 and freed for missing, freed in zip(wanted, slab.bytes_at, strict=True)
+            ):
                 giving.append(slab)
-                wanted -= slab.num_bytes
-        if wanted > 0:
+                wanted = [one - freed for one, freed in zip(wanted, slab.bytes_at, strict=True)]
+        if max(wanted) > 0:
             return False
         for slab in giving:
             for page in slab.pages:
@@ -292,6 +330,13 @@ class HostTier:
 
     def _remove(self, slab: Slab) -> None:
         del self._slabs[slab]
-        self.num_bytes -= slab.num_bytes
+        self._count(slab, -1)
+        if self.gone is not None:
+            self.gone.append(slab)
         if not slab.holders:
             slab.data = None  # whoever still knows one of its pages does not keep their bytes
+
+    def _count(self, slab: Slab, sign: int) -> None:
+        self._bytes_at = [
+            there + sign * own for there, own in zip(self._bytes_at, slab.bytes_at, strict=True)
+        ]

@@ -99,12 +99,11 @@ class Engine(EngineCore):
                 f"gpu_memory_fraction may differ from process to process, got "
                 f"{options.gpu_memory_fraction} on a mesh of several; give memory_bytes"
             )
-        for name in ("host_cache_bytes", "disk_cache_dir"):
-            if hosts_of(mesh) is not None and getattr(options, name):
-                raise ValueError(
-                    f"{name} needs all devices of the mesh in one process, got "
-                    f"{getattr(options, name)} on a mesh of several; leave it out"
-                )
+        if hosts_of(mesh) is not None and options.disk_cache_dir:
+            raise ValueError(
+                f"disk_cache_dir needs all devices of the mesh in one process, got "
+                f"{options.disk_cache_dir} on a mesh of several; leave it out"
+            )
         plan = plan_engine(
             config,
             options,

@@ -279,7 +279,9 @@ class EngineArrays:
 
     def put_rows(self, of: str, rows: np.ndarray, packed: np.ndarray | jax.Array) -> None:
         """`unpack_rows`, of the same."""
-        pools = unpack_rows(self._pools(of), rows, packed)
+        self._set_pools(of, unpack_rows(self._pools(of), rows, packed))
+
+    def _set_pools(self, of: str, pools: Any) -> None:
         if of == "snapshots":
             self.store = pools
         else:

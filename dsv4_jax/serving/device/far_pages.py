@@ -1,7 +1,8 @@
 """Pages that lie elsewhere than on the devices, in the host's memory or in files.
 
-They come back in runs: whole slabs, one after the other, and behind them the pages of files, in one
-array of the devices. Rows of slabs that nobody asked for come, too, and are written nowhere.
+They come back in runs: whole slabs of one data shard, one after the other, and behind them the
+pages of files, in one array of the devices. Rows of slabs that nobody asked for come, too, and are
+written nowhere.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class FarRun:
       places: i32[n], the row of the array that each comes in.
       slabs: those that come first.
       files: the pages that come from the disk, behind those.
-      packed: what brings them; None until it is their turn.
+      packed: what brings them; None until it is their turn. Where all devices are in this process
+        it has the array.
     """
 
     of: str
@@ -61,7 +63,7 @@ class FarRun:
     places: np.ndarray
     slabs: list[Slab]
     files: list[FilePage]
-    packed: concurrent.futures.Future[jax.Array] | None = None
+    packed: concurrent.futures.Future[Any] | None = None
 
 
 def runs_of(of: str, pages: Sequence[AnyPage], row_bytes: int) -> list[FarRun]:
@@ -70,7 +72,8 @@ def runs_of(of: str, pages: Sequence[AnyPage], row_bytes: int) -> list[FarRun]:
     for slab, found in itertools.groupby(pages, operator.attrgetter("slab")):
         group = list(found)
         if slab is not None:
-            if slab not in run.offsets and run.num_rows + slab.num_rows > most:
+            is_full = run.num_rows + slab.num_rows > most or run.comes_from_other(slab.shard)
+            if slab not in run.offsets and is_full:
                 runs.append(run.end())
                 run = _Building(of)
             run.add_slab(slab, group)
@@ -100,6 +103,10 @@ class _Building:
         self._pages: list[AnyPage] = []
         self._files: list[FilePage] = []
         self._parts: list[tuple[int | None, list[int]]] = []  # rows from where on; None is files
+
+    def comes_from_other(self, shard: int) -> bool:
+        """Whether it has slabs, which are of another data shard."""
+        return any(slab.shard != shard for slab in self.offsets)
 
     def add_slab(self, slab: Slab, pages: Sequence[AnyPage]) -> None:
         if slab not in self.offsets:

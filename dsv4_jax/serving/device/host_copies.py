@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from dsv4_jax.allocator.block_contents import HashedTokens
@@ -30,9 +29,10 @@ from dsv4_jax.serving.device.disk_shape import open_disk
 from dsv4_jax.serving.device.disk_writes import DiskWrites
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
 from dsv4_jax.serving.device.far_fetch import FarSearch, Fetch
-from dsv4_jax.serving.device.far_pages import AnyPage, DamagedError, gather_run, runs_of
+from dsv4_jax.serving.device.far_pages import AnyPage, DamagedError, runs_of
 from dsv4_jax.serving.device.far_places import FarPlaces
-from dsv4_jax.serving.device.page_memory import PageMemory
+from dsv4_jax.serving.device.hosted_arrays import follows
+from dsv4_jax.serving.device.page_moves import make_moves
 from dsv4_jax.serving.device.page_stores import PageStores
 from dsv4_jax.serving.metrics.metrics import Metrics
 from dsv4_jax.serving.requests.request import Request
@@ -42,9 +42,6 @@ _log = logging.getLogger(__name__)
 
 MOST_LOADING = 16
 """Runs on their way to the device, of all requests: they are memory of the device, too."""
-
-_FETCHING = MOST_LOADING
-"""Threads that copy them: each waits for the steps before its copy, and before its checksums."""
 
 _LOOKED_UP_TOGETHER = 64
 """Blocks, between two looks at the clock."""
@@ -67,21 +64,23 @@ def make_host_copies(
 ) -> HostCopies | None:
     """Those of an engine's options, if there are any, in the place of those before.
 
-    `before` is what there was, whose files are open already; `calls` are as of `HostCopies`.
+    Of several processes process 0 alone has them, and tells the others. `before` is what there was,
+    whose files are open already; `calls` are as of `HostCopies`.
     """
     if before is not None:
         before.close()
     disk = open_disk(plan, devices.params) if before is None else before.disk
-    if disk is None and not plan.host_cache_bytes:
+    if follows(devices) or (disk is None and not plan.host_cache_bytes):
         return None
     return HostCopies(devices, shards, plan.host_cache_bytes, disk, **calls)
 
 
 class HostCopies:
-    """Copies of an engine on one process, for the prefix trees of all its data shards.
+    """Copies of an engine, for the prefix trees of all its data shards.
 
     Attributes:
       tier: the pages.
+      moves: between them and the devices.
       disk: those in files; None if there are none.
     """
 
@@ -107,21 +106,18 @@ class HostCopies:
           metrics: counts.
           clock: gives seconds.
         """
-        self.tier = HostTier(max_bytes)
+        self.tier, self.moves = make_moves(devices, max_bytes, disk)
         self._devices, self._shards, self._apply = devices, shards, apply
         self._metrics, self._clock = metrics, clock
-        self._memory = PageMemory(devices.cache)
         self.disk = disk
         self._places = FarPlaces(self.tier, disk, devices.bytes_of_row)
         writes = None if disk is None else DiskWrites(disk, self.tier, metrics)
-        self._stores = PageStores(devices, shards, self.tier, self._memory, writes, metrics)
+        self._stores = PageStores(devices, shards, self.tier, self.moves, writes, metrics)
         self._fetches: dict[Request, Fetch] = {}
         self._after: dict[Request, Fetch] = {}
         self._tried: set[Request] = set()
-        self._waits_for_room = self._has_warned = False
+        self._waits_for_room, self._warned = False, set[str]()
         self._until_s, self._num_done = math.inf, 0  # portions
-        # One that stores must not keep one that fetches waiting.
-        self._fetcher = concurrent.futures.ThreadPoolExecutor(_FETCHING, "host-cache-fetch")
         self.keep = self._stores.keep
 
     @property
@@ -297,12 +293,12 @@ class HostCopies:
         """What is wrong with pages on the host and on the disk."""
         sizes = {of: self._devices.bytes_of_row(of) for of in ("blocks", "snapshots")}
         files = [] if self.disk is None else self.disk.damaged_files(sizes)
-        return self.tier.problems() + [Problem("checksum", "disk", one) for one in files]
+        of_host = self.tier.problems() + self.moves.problems()
+        return of_host + [Problem("checksum", "disk", one) for one in files]
 
     def close(self) -> None:
         """Copies that have not begun never will; who has the engine makes new ones."""
         self._stores.close()
-        self._fetcher.shutdown(wait=False, cancel_futures=True)
 
     def forget(self, request: Request) -> None:
         """A request has a slot, or does not wait any more."""
@@ -323,10 +319,10 @@ class HostCopies:
                 return
             fetch = min(left, key=begun.__getitem__)  # of several the oldest
             run = fetch.runs[begun[fetch]]
-            run.packed = self._fetcher.submit(gather_run, self._memory, self.disk, run)
+            run.packed = self.moves.fetch(run)
             begun[fetch] += 1
 
-    def _bring_back(self, fetch: Fetch, packed: concurrent.futures.Future[jax.Array]) -> bool:
+    def _bring_back(self, fetch: Fetch, packed: concurrent.futures.Future[Any]) -> bool:
         """Gives the tree the first run of a fetch, which has come; False ends it."""
         self._num_done += 1
         manager, run = self._shards.managers[fetch.shard], fetch.runs[0]
@@ -335,12 +331,12 @@ class HostCopies:
         rows = [] if failed else fetch.take_rows(manager.prefixes, run)
         self._apply()  # what gives way is copied, and poisoned, before it is written
         if rows:
-            numbers = np.full(packed.result().shape[0], -1, np.int32)
             own = np.array(rows, np.int32)
-            numbers[run.places[: len(own)]] = self._stores.through(run.of, fetch.shard, own)
-            self._devices.put_rows(run.of, numbers, packed.result())
+            self.moves.put(run, self._stores.through(run.of, fetch.shard, own))
         if isinstance(failed, DamagedError):
             self._drop_damaged(failed.args)
+        elif isinstance(failed, Exception) and not isinstance(failed, OSError):
+            self._warn(f"a prefix could not be brought back, and is computed again: {failed!r}")
         if len(rows) < len(run.pages):
             self._end(fetch)
             return False
@@ -373,19 +369,23 @@ class HostCopies:
                 self.disk.drop(page.file)
         self._metrics.damaged_pages += len(pages)
         is_of_host = any(isinstance(page, Page) for page in pages)
-        if not self._has_warned and is_of_host:  # of a file the disk's tier has said it
-            self._has_warned = True
-            _log.warning(
+        if is_of_host:  # of a file the disk's tier has said it
+            self._warn(
                 "a page of a prefix came back with other bytes than it had left with, and is "
                 "computed again; more are counted in damaged_pages alone"
             )
+
+    def _warn(self, message: str) -> None:
+        """Once about each thing."""
+        if message not in self._warned:
+            self._warned.add(message)
+            _log.warning(message)
 
     def _end(self, fetch: Fetch) -> None:
         """Lets go all that is held for a request, whether it has come or not."""
         del self._fetches[fetch.request]
         for run in fetch.runs:
-            if run.packed is not None:
-                run.packed.cancel()
+            self.moves.forget(run)
             self.tier.let_go(run.slabs)
         self.tier.let_go(fetch.held)
         if fetch.resumes is not None:

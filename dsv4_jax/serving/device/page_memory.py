@@ -40,9 +40,9 @@ def run_sizes(row_bytes: int) -> tuple[int, ...]:
 
 def padded_rows(rows: np.ndarray) -> np.ndarray:
     """Rows i32[n] and, up to the next size of a copy, -1."""
-    padded = np.full(_padded(len(rows)), -1, np.int32)
-    padded[: len(rows)] = rows
-    return padded
+    found = np.full(padded(len(rows)), -1, np.int32)
+    found[: len(rows)] = rows
+    return found
 
 
 def parts_of(count: int, row_bytes: int) -> Iterator[int]:
@@ -52,8 +52,79 @@ def parts_of(count: int, row_bytes: int) -> Iterator[int]:
         count %= size
 
 
-def _padded(count: int) -> int:
+def padded(count: int) -> int:
+    """Rows of the smallest copy that holds so many."""
     return next(size for size in RUN_SIZES if size >= count)
+
+
+class DeviceMemory:
+    """Ways between the memory of one device and the host's.
+
+    Attributes:
+      device: which one.
+      kind: of the host's memory, as JAX calls it; None is that of NumPy's arrays.
+    """
+
+    def __init__(self, device: Any) -> None:
+        """Of one device."""
+        self.device = device
+        kinds = {memory.kind for memory in device.addressable_memories()}
+        self.kind = PINNED if PINNED in kinds else None
+
+    def to_host(
+        self, packed: jax.Array, sums: jax.Array, sizes: Sequence[int]
+    ) -> tuple[list[Any], np.ndarray]:
+        """The first rows of u8[n, m] in arrays of so many each; waits until they have come.
+
+        Args:
+          packed: rows, on this device alone.
+          sums: u32[n, 2], their checksums.
+          sizes: of the parts, each one of `RUN_SIZES`.
+
+        Returns:
+          The parts, and the checksums of all rows.
+
+        Raises:
+          Exception: what the device raised, or the host, which has no memory left.
+        """
+        parts, start = [], 0
+        for size in sizes:
+            whole = size == packed.shape[0]
+            parts.append(packed if whole else _part(packed, np.int32(start), size))
+            start += size
+        if self.kind is None:
+            return [np.asarray(part) for part in parts], np.asarray(sums)
+        where = SingleDeviceSharding(self.device, memory_kind=self.kind)
+        return jax.block_until_ready(jax.device_put(parts, where)), np.asarray(sums)
+
+    def to_device(self, parts: Sequence[Any], rows: int) -> tuple[jax.Array, jax.Array]:
+        """Arrays u8[n, m] of the host, one after the other; waits until they have come.
+
+        Args:
+          parts: of as many rows each as one of `RUN_SIZES`.
+          rows: how many come in all, one of `RUN_SIZES`; those behind the last part are zeros.
+
+        Returns:
+          u8[rows, m] and u32[rows, 2], what checksums have come.
+        """
+        # What is launched on copies that are under way makes the steps behind it wait for them.
+        sent = jax.block_until_ready(jax.device_put(list(parts), self._there))
+        packed = sent[0]
+        if packed.shape[0] != rows:
+            packed, start = self.zeros(rows, packed.shape[1]), 0
+            for part in sent:
+                packed = _place(packed, part, np.int32(start))
+                start += part.shape[0]
+        return packed, _sums(packed)
+
+    def zeros(self, rows: int, width: int) -> jax.Array:
+        """u8[rows, width] on the device."""
+        return _room(self._there, rows, width)()
+
+    @property
+    def _there(self) -> SingleDeviceSharding:
+        device = self.device
+        return SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
 
 
 class PageMemory:
@@ -68,35 +139,14 @@ class PageMemory:
         self._mesh = find_mesh(pools)
         leaf = jax.tree.leaves(pools)[0]
         self._device = min(leaf.devices(), key=lambda device: device.id)
-        kinds = {memory.kind for memory in self._device.addressable_memories()}
-        self.kind = PINNED if PINNED in kinds else None
+        self._memory = DeviceMemory(self._device)
+        self.kind = self._memory.kind
 
     def to_host(
         self, packed: jax.Array, sums: jax.Array, sizes: Sequence[int]
     ) -> tuple[list[Any], np.ndarray]:
-        """The first rows of u8[n, m] in arrays of so many each; waits until they have come.
-
-        Args:
-          packed: rows.
-          sums: u32[n, 2], their checksums.
-          sizes: of the parts, each one of `RUN_SIZES`.
-
-        Returns:
-          The parts, and the checksums of all rows.
-
-        Raises:
-          Exception: what the device raised, or the host, which has no memory left.
-        """
-        packed = self._of_one_device(packed)
-        parts, start = [], 0
-        for size in sizes:
-            whole = size == packed.shape[0]
-            parts.append(packed if whole else _part(packed, np.int32(start), size))
-            start += size
-        if self.kind is None:
-            return [np.asarray(part) for part in parts], np.asarray(sums)
-        where = SingleDeviceSharding(self._device, memory_kind=self.kind)
-        return jax.block_until_ready(jax.device_put(parts, where)), np.asarray(sums)
+        """As `DeviceMemory.to_host`, of rows that lie on any of the devices."""
+        return self._memory.to_host(self._of_one_device(packed), sums, sizes)
 
     def to_devices(self, parts: Sequence[Any]) -> tuple[jax.Array, np.ndarray]:
         """Arrays u8[n, m] of the host, one after the other, and what checksums have come.
@@ -108,18 +158,7 @@ class PageMemory:
           u8[n, m], of as many rows as a copy, of which those behind the last part are zeros; and
           u32[n, 2].
         """
-        device = self._device
-        there = SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
-        # What is launched on copies that are under way makes the steps behind it wait for them.
-        sent = jax.block_until_ready(jax.device_put(list(parts), there))
-        packed = sent[0]
-        if len(sent) > 1:
-            rows, start = sum(part.shape[0] for part in sent), 0
-            packed = _room(there, _padded(rows), packed.shape[1])()
-            for part in sent:
-                packed = _place(packed, part, np.int32(start))
-                start += part.shape[0]
-        sums = _sums(packed)
+        packed, sums = self._memory.to_device(parts, padded(sum(part.shape[0] for part in parts)))
         if self._mesh is None:
             packed = compat.uncommitted(packed)
         else:

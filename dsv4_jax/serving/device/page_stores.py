@@ -26,7 +26,8 @@ from dsv4_jax.allocator.leaving import Leaving, Room
 from dsv4_jax.allocator.prefix_tree import PrefixNode
 from dsv4_jax.serving.device.disk_writes import DiskWrites
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
-from dsv4_jax.serving.device.page_memory import PageMemory, padded_rows, run_sizes
+from dsv4_jax.serving.device.page_memory import run_sizes
+from dsv4_jax.serving.device.page_moves import PageMoves
 from dsv4_jax.serving.metrics.metrics import Metrics
 
 MOST_STORING_BYTES = 2**29
@@ -53,7 +54,7 @@ class _Run:
 
 
 class PageStores:
-    """Copies to the host, of an engine on one process.
+    """Copies to the host.
 
     Attributes:
       tier: the pages.
@@ -64,7 +65,7 @@ class PageStores:
         devices: EngineArrays,
         shards: DataShards,
         tier: HostTier,
-        memory: PageMemory,
+        moves: PageMoves,
         writes: DiskWrites | None,
         metrics: Metrics,
     ) -> None:
@@ -74,15 +75,14 @@ class PageStores:
           devices: the arrays.
           shards: who holds which block.
           tier: empty.
-          memory: of pages.
+          moves: of pages.
           writes: where pages go from there, if they do.
           metrics: counts.
         """
         self.tier, self.writes = tier, writes
-        self._devices, self._shards, self._memory = devices, shards, memory
+        self._devices, self._shards, self._moves = devices, shards, moves
         self._metrics = metrics
         self._runs: list[_Run] = []
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "host-cache-store")
         self._unused: list[collections.OrderedDict[PrefixNode, None]] = []
         for manager in shards.managers:
             self._unused.append(collections.OrderedDict())
@@ -116,6 +116,7 @@ class PageStores:
     def keep(self) -> None:
         """Begins to copy what has left the trees; before anything that may write over it."""
         self._end_runs()
+        self._moves.tell()
         if self.writes is not None:
             self.writes.move()  # before others take the place of what has come
         for shard, manager in enumerate(self._shards.managers):
@@ -216,7 +217,7 @@ class PageStores:
         """Copies that have not begun never will."""
         if self.writes is not None:
             self.writes.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._moves.close()
 
     def _store(
         self, of: str, shard: int, rows: Sequence[Leaving], *, is_ahead: bool = False
@@ -225,10 +226,12 @@ class PageStores:
         if sum(run.num_bytes for run in self._runs) + size * len(rows) > MOST_STORING_BYTES:
             self._metrics.host_lost_bytes += size * len(rows)
             return
+        numbers = self.through(of, shard, np.array([one.row for one in rows], np.int32))
         slabs, taken = [], 0
         for part in reversed(run_sizes(size)):
             while len(rows) - taken >= part:
-                slab = self.tier.add(of, rows[taken : taken + part], size)
+                there = self._moves.place_of(of, numbers[taken : taken + part])
+                slab = self.tier.add(of, rows[taken : taken + part], size, *there)
                 if slab is None:
                     break
                 slabs.append(slab)
@@ -236,18 +239,7 @@ class PageStores:
         self._metrics.host_evicted_bytes += self.tier.evicted_bytes - before
         if not slabs:
             return
-        numbers = np.array([one.row for one in rows[:taken]], np.int32)
-        packed, found = self._devices.take_rows(of, padded_rows(self.through(of, shard, numbers)))
-        sizes = [slab.num_rows for slab in slabs]
-
-        def fill() -> None:
-            parts, sums = self._memory.to_host(packed, found, sizes)
-            start = 0
-            for slab, part, count in zip(slabs, parts, sizes, strict=True):
-                slab.data, slab.sums = part, sums[start : start + count]
-                start += count
-
-        future = self._thread.submit(fill)
+        future = self._moves.store(of, numbers[:taken], slabs)
         for slab in slabs:
             slab.filling = future
         self._runs.append(_Run(future, slabs, size * taken, is_ahead))

@@ -24,7 +24,7 @@ from dsv4_jax.serving.device.drawn_counts import CountKeeper
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
 from dsv4_jax.serving.device.engram_rows import RowStager
 from dsv4_jax.serving.device.grammar_masks import GrammarKeeper
-from dsv4_jax.serving.device.hosted_arrays import HostedArrays
+from dsv4_jax.serving.device.hosted_arrays import HostedArrays, page_jobs
 from dsv4_jax.serving.device.idle_steps import IdleStep, idle_steps
 from dsv4_jax.serving.device.request_rows import copy_jobs
 from dsv4_jax.serving.device.step_result import StepResult
@@ -316,7 +316,9 @@ class StepRunner:
         jobs += [(step.name, functools.partial(self._idle, step)) for step in steps]
         jobs.append(("verification", self.devices.scan))
         if self._engine_plan.host_cache_bytes and self.plan.num_snapshots:
-            jobs += copy_jobs(self.devices)
+            devices = self.devices
+            several = isinstance(devices, HostedArrays)
+            jobs += page_jobs(devices) if several else copy_jobs(devices)
         if self._engine_plan.grammars:
             jobs.append(("tokenizer of grammars", self._grammars.prepare))
         times = []

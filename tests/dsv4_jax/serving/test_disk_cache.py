@@ -69,7 +69,7 @@ def test_others_run_while_a_file_is_read_and_a_damaged_one_is_computed_again(
     second = build(host_cache_bytes=10**6)
     gather, may_come = far_pages.gather_run, threading.Event()
     monkeypatch.setattr(
-        "dsv4_jax.serving.device.host_copies.gather_run",
+        "dsv4_jax.serving.device.page_moves.gather_run",
         lambda *arguments: (may_come.wait(), gather(*arguments))[1],
     )
     waits = second.submit(text, **OPTIONS)

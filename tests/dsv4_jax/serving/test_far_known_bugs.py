@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from dsv4_jax.serving.device import host_copies
+from dsv4_jax.serving.device import page_moves
 from helpers.engine_life import alone
 from helpers.serving import limit, make_engine, prompt, run_to_end, until
 
@@ -136,9 +136,9 @@ def test_a_request_that_is_cancelled_while_its_copies_come_leaves_nothing_held(m
     wanted = alone(text, OPTIONS)
     run_to_end(engine, engine.submit(text, **OPTIONS))
     leave(engine)
-    host, gather, may_come = engine.loop.host, host_copies.gather_run, threading.Event()
+    host, gather, may_come = engine.loop.host, page_moves.gather_run, threading.Event()
     monkeypatch.setattr(
-        host_copies, "gather_run", lambda *arguments: (may_come.wait(), gather(*arguments))[1]
+        page_moves, "gather_run", lambda *arguments: (may_come.wait(), gather(*arguments))[1]
     )
     runs = engine.submit(text[:9], **(OPTIONS | {"max_new_tokens": 200}))
     for is_early in (True, False):

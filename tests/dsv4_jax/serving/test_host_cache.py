@@ -13,7 +13,14 @@ from dsv4_jax.allocator.leaving import Leaving
 from dsv4_jax.cache.packed_rows import row_bytes
 from dsv4_jax.runtime import Memory
 from dsv4_jax.serving import sizing
-from dsv4_jax.serving.device import far_fetch, far_pages, host_copies, page_memory, page_stores
+from dsv4_jax.serving.device import (
+    far_fetch,
+    far_pages,
+    host_copies,
+    page_memory,
+    page_moves,
+    page_stores,
+)
 from dsv4_jax.serving.device.host_copies import HostCopies
 from dsv4_jax.serving.engine_state import read_state
 from dsv4_jax.serving.schedule import request_queue
@@ -156,14 +163,14 @@ def test_others_run_while_a_copy_is_on_its_way(monkeypatch):
     wanted = alone(text, OPTIONS)
     run_to_end(engine, engine.submit(text, **OPTIONS))
     evict(engine)
-    gather, may_come = host_copies.gather_run, []
+    gather, may_come = page_moves.gather_run, []
 
     def late(*arguments):
         while not may_come:
             time.sleep(0.001)
         return gather(*arguments)
 
-    monkeypatch.setattr(host_copies, "gather_run", late)
+    monkeypatch.setattr(page_moves, "gather_run", late)
     runs = engine.submit(short, **(OPTIONS | {"max_new_tokens": 60}))
     engine.step()
     waits, later = engine.submit(text, **OPTIONS), engine.submit(short, **OPTIONS)
@@ -190,13 +197,13 @@ def test_copies_on_their_way_back_are_bounded_however_many_wait_for_them(monkeyp
         run_to_end(engine, engine.submit(text, **OPTIONS))
     monkeypatch.setattr(page_memory, "RUN_SIZES", (1,))
     evict(engine)
-    gather, may_come = host_copies.gather_run, threading.Event()
+    gather, may_come = page_moves.gather_run, threading.Event()
 
     def late(*arguments):
         may_come.wait()
         return gather(*arguments)
 
-    monkeypatch.setattr(host_copies, "gather_run", late)
+    monkeypatch.setattr(page_moves, "gather_run", late)
     monkeypatch.setattr(host_copies, "MOST_LOADING", 2)
     runs = engine.submit(prompt(rng, 9), **(OPTIONS | {"max_new_tokens": 60}))
     engine.step()
@@ -320,6 +327,39 @@ def test_pages_of_slabs_are_found_together_up_to_the_first_that_is_another():
     assert (found(8, 12), found(11, 12)) == (2, 1)
 
 
+def test_a_tier_of_several_processes_is_bounded_in_each():
+    """What frees nothing where room is missing stays, and so does the oldest."""
+    tier = HostTier(100, 2)
+
+    def add(number, *bytes_at):
+        rows = [leaving(number)]
+        return tier.add("blocks", rows, max(bytes_at), bytes_at, bytes_at.index(max(bytes_at)))
+
+    for number, bytes_at in enumerate([(60, 0), (0, 60), (30, 30)]):
+        tier.let_go([add(number, *bytes_at)])
+    assert (tier._bytes_at, tier.num_bytes) == ([90, 90], 90)
+    assert add(3, 101, 0) is add(3, 0, 101) is None
+    tier.gone = []
+    assert add(4, 0, 60) is not None
+    assert [slab.bytes_at for slab in tier.gone] == [(0, 60)]
+    assert [slab.bytes_at for slab in tier.slabs] == [(60, 0), (30, 30), (0, 60)]
+    assert (tier._bytes_at, tier.problems()) == ([90, 90], [])
+    tier._bytes_at[1] += 1
+    assert [str(one.where) for one in tier.problems()] == ["host"]
+
+
+def test_a_run_has_slabs_of_one_data_shard():
+    """Since another one's devices, and so other processes, have their rows."""
+    tier, number = HostTier(10**4, 2), iter(range(99))
+    slabs = [
+        tier.add("blocks", [leaving(next(number)) for _ in range(2)], 10, (20, 20), shard)
+        for shard in (0, 0, 1, 1, 0)
+    ]
+    runs = far_pages.runs_of("blocks", [page for slab in slabs for page in slab.pages], 10)
+    assert [run.slabs for run in runs] == [slabs[:2], slabs[2:4], slabs[4:]]
+    assert [run.places.tolist() for run in runs] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1]]
+
+
 def test_runs_are_whole_slabs_in_order_within_the_size_of_a_copy(monkeypatch):
     monkeypatch.setattr(page_memory, "RUN_SIZES", (1, 4, 16))
     tier, number = HostTier(10**4), iter(range(99))
@@ -357,13 +397,13 @@ def test_what_one_admission_pushes_out_the_next_one_finds_on_the_host():
 
 def hold_back(engine, monkeypatch, name):
     """Copies one way begin and do not end until the event is set."""
-    copy, may_come = getattr(engine.loop.host._memory, name), threading.Event()
+    copy, may_come = getattr(engine.loop.host.moves.memory, name), threading.Event()
 
     def late(*arguments):
         may_come.wait()
         return copy(*arguments)
 
-    monkeypatch.setattr(engine.loop.host._memory, name, late)
+    monkeypatch.setattr(engine.loop.host.moves.memory, name, late)
     return may_come
 
 
@@ -514,12 +554,12 @@ def test_a_copy_that_fails_is_a_miss(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.loop.host._memory, "to_host", fail)
+        patch.setattr(engine.loop.host.moves.memory, "to_host", fail)
         evict(engine)
     assert engine.loop.host.tier.num_pages == 0
     assert run_to_end(engine, engine.submit(text, **OPTIONS))[0] == wanted
     evict(engine)
-    monkeypatch.setattr(host_copies, "gather_run", fail)
+    monkeypatch.setattr(page_moves, "gather_run", fail)
     again = run_to_end(engine, engine.submit(text, **OPTIONS))[0]
     assert (again, again.hit_tokens) == (wanted, 0)
     check(engine)

@@ -17,7 +17,7 @@ from dsv4_jax.cache.row_sums import row_sums
 from dsv4_jax.serving.device import page_memory, page_stores
 from dsv4_jax.serving.device.disk_writes import DiskWrites
 from dsv4_jax.serving.device.far_pages import gather_run, runs_of
-from dsv4_jax.serving.device.page_memory import PageMemory
+from dsv4_jax.serving.device.page_moves import OwnMoves
 from dsv4_jax.serving.device.page_stores import PageStores
 from dsv4_jax.serving.metrics.metrics import Metrics
 
@@ -51,11 +51,11 @@ def stores(tmp_path):
     manager = types.SimpleNamespace(prefixes=types.SimpleNamespace(tree=tree))
     shards = types.SimpleNamespace(managers=[manager])
     disk = DiskTier(str(tmp_path / "pages"), 64 * MIB, {"model": "a"})
-    memory = PageMemory(jax.numpy.zeros(1))
+    moves = OwnMoves(devices, jax.numpy.zeros(1), None)
     metrics = Metrics()
     writes = DiskWrites(disk, tier, metrics)
-    stores = PageStores(devices, shards, tier, memory, writes, metrics)
-    stores.tree, stores.disk = tree, disk
+    stores = PageStores(devices, shards, tier, moves, writes, metrics)
+    stores.tree, stores.disk, stores.moves = tree, disk, moves
     yield stores
     stores.settle(60.0)
     stores.close()
@@ -82,7 +82,7 @@ def test_rows_come_to_slabs_of_exact_sizes_and_back(stores):
     assert tier.num_bytes == 21 * ROW == sum(slab.data.nbytes for slab in tier.slabs)
     pages = [tier.get("blocks", leaving(number).content.key) for number in (3, 17, 20, 4)]
     (run,) = runs_of("blocks", pages, ROW)
-    packed = np.asarray(gather_run(stores._memory, None, run))
+    packed = np.asarray(gather_run(stores.moves.memory, None, run))
     for page, place, number in zip(pages, run.places, (3, 17, 20, 4), strict=True):
         assert page.row == {3: 3, 17: 1, 20: 0, 4: 4}[number]
         np.testing.assert_array_equal(packed[place], Devices().row(number))
@@ -118,7 +118,7 @@ def test_a_long_life_takes_no_more_memory_than_was_asked_for(stores, monkeypatch
             stores.settle(60.0)
         pages = [stores.tier.get("blocks", leaving(number).content.key) for number in latest]
         for run in runs_of("blocks", [page for page in pages if page], ROW)[:8]:
-            gather_run(stores._memory, None, run)
+            gather_run(stores.moves.memory, None, run)
         sizes.append(resident_bytes())
         assert stores.tier.num_bytes <= 64 * MIB
         assert stores.disk.num_bytes <= 64 * MIB
