@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 FLASH_BLOCK_BYTES = 449_824
-FLASH_SNAPSHOT_BYTES = 5_132_288
+FLASH_SLOT_BYTES = 5_132_288
 
 
 def flash_blocks(num_blocks):
@@ -18,15 +18,16 @@ def flash_blocks(num_blocks):
     ]
 
 
-def flash_snapshots(num_rows):
-    """Of its snapshots: windows of CSA, HCA and SWA layers, then what compressors keep."""
-    windows = [
-        _plane(num_layers, num_rows, 128, *each)
-        for num_layers in (21, 20, 3)
-        for each in ((448, np.uint8), (64, jnp.bfloat16), (8, np.uint8))
-    ]
-    tails = [_plane(21, num_rows, 8, width, np.float32) for width in (1024, 1024, 256, 256)]
-    return [*windows, *tails, _plane(20, num_rows, 3, 512, np.float32)]
+def flash_slots(num_slots):
+    """Of its slots: windows, and what compressors keep of CSA and HCA layers."""
+
+    def window(num_layers):
+        of_token = ((448, np.uint8), (64, jnp.bfloat16), (8, np.uint8))
+        return [_plane(num_layers, num_slots, 128, *each) for each in of_token]
+
+    tails = [_plane(21, num_slots, 8, width, np.float32) for width in (1024, 1024, 256, 256)]
+    running = _plane(20, num_slots, 3, 512, np.float32)
+    return [*window(21), *tails, *window(20), running, *window(3)]
 
 
 def _plane(num_layers, num_rows, per_row, width, dtype):

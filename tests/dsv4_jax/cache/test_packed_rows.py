@@ -1,5 +1,6 @@
 """Rows of pools on meshes; on one device see `serving/test_hand_over.py` and the op's tests."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -9,8 +10,11 @@ import jax
 import numpy as np
 import pytest
 
+import dsv4_jax as ds
+import pallas_kernels as pk
 from dsv4_jax.cache.packed_rows import pack_rows, row_bytes, unpack_rows
 from helpers import rows_on_mesh
+from pallas_kernels.pack_rows import triton_gpu
 
 TESTS = pathlib.Path(__file__).parents[2]
 
@@ -45,6 +49,22 @@ def test_the_mesh_s_cases_see_rows_of_another_shard(monkeypatch):
     good = rows_on_mesh.pack
     monkeypatch.setattr(rows_on_mesh, "pack", lambda pools, row: good(pools, row ^ 1))
     assert not rows_on_mesh.is_same(*rows_on_mesh.WAYS[name])
+
+
+@pytest.mark.parametrize("name", ["flash", "pro", "v41_flash"])
+def test_rows_of_every_released_model_are_words_that_the_kernels_move(name):
+    """In all of its cache formats."""
+    config, served = getattr(ds.DSV4Config, name)(), 0
+    for cache_format in pk.CACHE_FORMATS:
+        sizes = {"max_requests": 4, "max_context_tokens": 1024, "cache_format": cache_format}
+        with contextlib.suppress(NotImplementedError):  # of index keys that V4.1 does not rotate
+            cache = ds.cache.cache_shapes(config, **sizes)
+            for pools in (cache.state, cache.paged):
+                planes = jax.tree.leaves(pools)
+                assert triton_gpu.find_obstacle(planes) is None
+                assert len({plane.shape[1] for plane in planes}) == 1
+            served += 1
+    assert served >= 3
 
 
 def test_no_planes_are_rows_of_no_bytes():

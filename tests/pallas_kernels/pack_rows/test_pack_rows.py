@@ -45,18 +45,18 @@ def aot_case(name, op, planes, count, width):
     return name, kernel(op), [planes, rows] if op is pack_rows else [packed]
 
 
-BLOCKS, SNAPSHOTS = (
+BLOCKS, SLOTS = (
     (row_cases.flash_blocks(16384), row_cases.FLASH_BLOCK_BYTES),
     (
-        row_cases.flash_snapshots(256),
-        row_cases.FLASH_SNAPSHOT_BYTES,
+        row_cases.flash_slots(256),
+        row_cases.FLASH_SLOT_BYTES,
     ),
 )
 AOT_CASES = [
     aot_case("pack 64 blocks", pack_rows, BLOCKS[0], 64, BLOCKS[1]),
-    aot_case("pack 4 snapshots", pack_rows, SNAPSHOTS[0], 4, SNAPSHOTS[1]),
+    aot_case("pack 4 slots", pack_rows, SLOTS[0], 4, SLOTS[1]),
     aot_case("unpack 64 blocks", unpack_rows, BLOCKS[0], 64, BLOCKS[1]),
-    aot_case("unpack 4 snapshots", unpack_rows, SNAPSHOTS[0], 4, SNAPSHOTS[1]),
+    aot_case("unpack 4 slots", unpack_rows, SLOTS[0], 4, SLOTS[1]),
     aot_case("sum 64 blocks", sum_rows, None, 64, BLOCKS[1]),
 ]
 
@@ -186,7 +186,7 @@ def test_nothing_is_moved_where_there_is_nothing(lane, name):
     ("planes", "groups"),
     [
         (row_cases.flash_blocks(4), {4, 2}),
-        (row_cases.flash_snapshots(4), {4}),
+        (row_cases.flash_slots(4), {4}),
         ([jax.ShapeDtypeStruct(s, np.int32) for s in ((1, 4, 3), (2, 4, 8))], {1}),
         (draw("all groups"), {4, 2, 1}),
     ],
@@ -202,18 +202,18 @@ def test_words_go_in_groups_of_sixteen_bytes_where_they_can(planes, groups):
 def test_rows_of_the_released_sizes_are_as_wide_as_they_are_said_to_be():
     widths = [
         sum(map(reference.plane_bytes, planes))
-        for planes in (row_cases.flash_blocks(2), row_cases.flash_snapshots(2))
+        for planes in (row_cases.flash_blocks(2), row_cases.flash_slots(2))
     ]
-    assert widths == [row_cases.FLASH_BLOCK_BYTES, row_cases.FLASH_SNAPSHOT_BYTES]
+    assert widths == [row_cases.FLASH_BLOCK_BYTES, row_cases.FLASH_SLOT_BYTES]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 4, 16, 64])
-@pytest.mark.parametrize("family", ["blocks", "snapshots"])
+@pytest.mark.parametrize("family", ["blocks", "slots"])
 def test_at_the_sizes_of_v4_flash(family, count):
-    """Sixteen snapshots at most; twenty runs give equal bits, and other places stay as they are."""
-    shapes = {"blocks": row_cases.flash_blocks, "snapshots": row_cases.flash_snapshots}[family]
-    count = min(count, 16) if family == "snapshots" else count
+    """Sixteen slots at most; twenty runs give equal bits, and other places stay as they are."""
+    shapes = {"blocks": row_cases.flash_blocks, "slots": row_cases.flash_slots}[family]
+    count = min(count, 16) if family == "slots" else count
     rng = np.random.default_rng(count)
     planes = [jnp.asarray(draw_bits(rng, p.shape, p.dtype)) for p in shapes(80)]
     rows, places = (rng.permutation(80)[:count].astype(np.int32) for _ in range(2))
