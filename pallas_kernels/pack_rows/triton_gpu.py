@@ -12,7 +12,7 @@ sums, which are exact in any order.
 Bytes: every row is read once and written once, which bounds it; the checksums' 22 instructions a
 word run beside.
 
-Limits: a plane has whole words at one place of a layer. It has been timed on no card.
+Limits: a plane has whole words at one place of a layer.
 """
 
 from __future__ import annotations
