@@ -106,7 +106,8 @@ class EngineOptions:
       host_cache_bytes: of the host's memory, a number or a text such as "64GiB", for blocks and
         snapshots of known prefixes that gave way on the devices, 0 for none; beside it there are
         copies on their way. "auto" is half of what is free when the engine is built
-        (`EnginePlan.host_cache_bytes`). Not on a mesh of several processes.
+        (`EnginePlan.host_cache_bytes`). On a mesh of several processes it is of each one, which
+        keeps what its devices have; "auto" is half of the least that a process has free.
       disk_cache_dir: a directory whose files outlive the process, for blocks and snapshots of known
         prefixes, which another engine of the same model, weights, format, mesh and versions finds
         there (`docs/disk_cache.md`). It is made if there is none; nobody else may write to it. One
