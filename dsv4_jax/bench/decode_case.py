@@ -68,6 +68,10 @@ class DecodeCase:
     tables: EngramTables | None = None
 
 
+_in_place_of = jax.jit(lambda old, new: new, donate_argnums=0, keep_unused=True)
+"""New values in the memory of old ones."""
+
+
 class CaseSetup:
     """The shapes, inputs and bytes of a case, for all of its parts."""
 
@@ -150,9 +154,16 @@ class CaseSetup:
         rewind, tables, sample = rewind or self.rewind, self.case.tables, step_input.engram
         assert tables is not None
         assert sample is not None
+        placed = jax.tree.map(jnp.copy, sample)
+        step_input = dataclasses.replace(step_input, engram=None)
 
         def put(rows: EngramRows) -> EngramRows:
-            return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), rows, sample)
+            # XLA rewrites a step's graph where an array is elsewhere than it was; an engine brings
+            # rows to where the last ones were, too.
+            nonlocal placed
+            new = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), rows, placed)
+            placed = _in_place_of(placed, new)
+            return placed
 
         def run(state: Any, rows: EngramRows) -> Any:
             found, _ = step(params, state[0], dataclasses.replace(step_input, engram=rows))
