@@ -8,12 +8,12 @@ import pathlib
 import subprocess
 import sys
 
-import openai
 import pytest
 from starlette.testclient import TestClient
 
 import dsv4_jax as ds
 from helpers.checkpoints import save_first_layer
+from helpers.clients import openai
 from helpers.serve import running, small_engine
 
 pytestmark = pytest.mark.unoptimised

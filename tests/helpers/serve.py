@@ -58,10 +58,6 @@ def v4_tokenizer():
 
 TOKENIZERS = {"bytes": v4_tokenizer, "released": released_tokenizer}
 """What tests of the server run on, by name: see the fixture `tokenizer`."""
-SLOW_WHERE_RELEASED = pytest.mark.parametrize(
-    "tokenizer_name", slow.all_but(["bytes"], list(TOKENIZERS)), indirect=True
-)
-"""Tests that draw many tokens: to draw one of 129,280 a CPU sorts them, 30 ms for each slot."""
 BYTES_ALONE = pytest.mark.parametrize("tokenizer_name", ["bytes"], indirect=True)
 """Tests whose texts have as many tokens as bytes, or in which the tokenizer has no part."""
 

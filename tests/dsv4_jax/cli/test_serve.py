@@ -11,12 +11,12 @@ import threading
 import time
 
 import httpx
-import openai
 import pytest
 
 import dsv4_jax
 from dsv4_jax.cli import main
 from dsv4_jax.serve.server import bind
+from helpers.clients import openai
 
 
 def message_of(capsys, *arguments):

@@ -18,7 +18,7 @@ from dsv4_jax.cli import main
 from dsv4_jax.serve import ServeSettings
 from dsv4_jax.serve.batch import Batch
 from dsv4_jax.serve.repeatable import settle
-from helpers.serve import MODEL, num_slots, running, tokenizer_fixture
+from helpers.serve import MODEL, num_slots, running
 
 SETTINGS = ServeSettings(model_name=MODEL, max_body_bytes=5000)
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "temperature": 0}
@@ -28,8 +28,6 @@ BODIES = {
     "/v1/responses": {"input": "hi", "max_output_tokens": 5, "temperature": 0},
     "/v1/messages": HI,
 }
-tokenizer_name = tokenizer_fixture("bytes")
-"""A file of requests is read and answered alike whatever the vocabulary."""
 
 
 @pytest.fixture

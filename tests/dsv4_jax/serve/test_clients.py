@@ -7,13 +7,12 @@ place of what it draws.
 import concurrent.futures
 import json
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 import dsv4_jax as ds
-from helpers.serve import BEGIN, MODEL, ids_of, script, tokenizer_fixture
+from helpers.clients import anthropic, openai
+from helpers.serve import BEGIN, MODEL, ids_of, script
 
 HI = [{"role": "user", "content": "hi"}]
 PLAIN = {"thinking": {"type": "disabled"}}
@@ -27,8 +26,6 @@ CALL = (
     '<｜DSML｜parameter name="place" string="true">Bern</｜DSML｜parameter>\n'
     "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
 )
-tokenizer_name = tokenizer_fixture("bytes")
-"""`test_walk.py` has the clients and V4's own by default."""
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +54,7 @@ def post(server, path, body, **options):
 # Completions.
 
 
+@pytest.mark.slow
 def test_64_completions_are_those_of_generate(server, ask, other_engine):
     """Whole and streamed, greedy and drawn, all at once."""
     prompts = [f"{'A prompt' * (i % 5)} {i}" for i in range(64)]

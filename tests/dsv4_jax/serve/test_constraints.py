@@ -5,7 +5,6 @@ import functools
 import json
 from typing import Literal
 
-import anthropic
 import httpx
 import pydantic
 import pytest
@@ -15,10 +14,10 @@ from llguidance import LLMatcher
 
 from dsv4_jax.serve.constraints import Wanted, grammar_of
 from dsv4_jax.serve.errors import ApiError
+from helpers.clients import anthropic
 from helpers.serve import (
     BYTES_ALONE,
     MODEL,
-    SLOW_WHERE_RELEASED,
     SPECIAL,
     added_ids,
     ids_of,
@@ -265,7 +264,6 @@ def test_every_grammar_of_a_request_compiles():
 HI = [{"role": "user", "content": "json, please"}]
 
 
-@SLOW_WHERE_RELEASED
 def test_a_chat_that_answers_with_a_schema(ask):
     format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     done = ask.chat.completions.create(
@@ -289,7 +287,6 @@ class Found(pydantic.BaseModel):
 
 
 @pytest.mark.slow
-@SLOW_WHERE_RELEASED
 def test_a_chat_that_answers_with_a_class_of_the_client_s(ask):
     for seed in range(3):
         done = ask.chat.completions.parse(
@@ -309,7 +306,6 @@ def test_a_response_that_answers_with_a_schema_repeats_it(ask):
     assert done.text.format.schema_["properties"] == SCHEMA["properties"]
 
 
-@SLOW_WHERE_RELEASED
 def test_a_tool_that_must_be_called_is(ask):
     """Reasoning is left out by itself, since there is none before such a call."""
     parts = {"unit": {"enum": ["C", "F"]}, "hot": {"type": "boolean"}}
@@ -328,7 +324,6 @@ def test_a_tool_that_must_be_called_is(ask):
     assert type(found["hot"]) is bool
 
 
-@SLOW_WHERE_RELEASED
 def test_a_message_whose_tool_must_be_called(server):
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
     with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as claude:

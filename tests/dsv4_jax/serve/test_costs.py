@@ -17,7 +17,7 @@ from dsv4_jax.serve.conversations import Conversations
 from dsv4_jax.serve.errors import ApiError
 from dsv4_jax.serve.threads import Threads
 from dsv4_jax.serving.requests.grammar_trials import GrammarBounds
-from helpers import failing_grammars, slow
+from helpers import failing_grammars
 from helpers.serve import BYTES_ALONE, MODEL, running
 from helpers.serving import until
 from tools import health_load
@@ -57,7 +57,13 @@ def server(engine):
         yield server
 
 
-@pytest.mark.parametrize("body", [with_schema(JOINED), with_tool(JOINED)], ids=["form", "tool"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(with_schema(JOINED), id="form", marks=pytest.mark.slow),
+        pytest.param(with_tool(JOINED), id="tool"),
+    ],
+)
 def test_a_form_that_takes_too_long_is_refused_and_says_the_bound(server, body):
     refused = post(server, body)
     assert refused.status_code == 400
@@ -252,7 +258,8 @@ def test_a_body_has_so_many_values_and_not_more():
         parse_object(b'{"a":[%s,"",1]}' % whole.encode())
 
 
-@pytest.mark.parametrize("at", slow.all_but([3], [0, 3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [0, 3])
 def test_an_answer_whose_grammar_fails_ends_alone(server, engine, monkeypatch, at):
     """Plain and in a stream, after a prompt of one step or many, beside others that go on."""
     others = [{"model": MODEL, "prompt": text, "temperature": 0, "max_tokens": 12,

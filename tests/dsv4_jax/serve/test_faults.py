@@ -11,15 +11,11 @@ import pytest
 
 from dsv4_jax.serve.intake import salt_of
 from helpers.raw_http import OPENED, close_all, connect, read_all, request_bytes
-from helpers.serve import MODEL, num_slots, running, tokenizer_fixture, warm_engine
+from helpers.serve import MODEL, num_slots, running, warm_engine
 from helpers.serving import fail_with_prompts_of, until
 
 LONG = {"model": MODEL, "prompt": "a", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SHORT = {"model": MODEL, "prompt": "a", "max_tokens": 3, "temperature": 0}
-
-
-tokenizer_name = tokenizer_fixture("bytes")
-"""Of what goes wrong between a client and the server the vocabulary is no part."""
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +152,7 @@ def test_headers_of_megabytes_and_heads_that_do_not_end(server):
     assert b" 400 " in read_all(connect(server, b"nonsense\r\n\r\n"))
 
 
+@pytest.mark.slow
 def test_200_connections_that_read_nothing(server, engine):
     opened = []
     for number in range(200):

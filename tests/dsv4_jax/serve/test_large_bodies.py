@@ -168,6 +168,7 @@ def test_reading_has_a_bound_of_time(make_apart):
     assert apart.read(COMPLETIONS, SHORT, is_logged=False).found is not None
 
 
+@pytest.mark.slow
 def test_reading_has_a_bound_of_memory(make_apart):
     apart = make_apart(most_bytes=20 * 2**20)
     with pytest.raises(ApiError, match=r"^the body must be read within 20 MiB of memory$"):
@@ -253,6 +254,7 @@ def test_a_server_reads_a_large_body_in_another_process(server, monkeypatch, cap
     assert "messages: must be a" in lines[2]["error"]
 
 
+@pytest.mark.slow
 @BYTES_ALONE
 def test_who_is_read_by_a_process_that_others_end_may_try_again(server, monkeypatch):
     assert post(server, CHAT, large(HI)).status_code == 200

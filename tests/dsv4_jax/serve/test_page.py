@@ -16,16 +16,12 @@ from dsv4_jax.serve.web_page import PAGE_PATHS, STATE_PATH
 from dsv4_jax.serving import engine_state
 from helpers import taught
 from helpers.browser import OBSTACLE, chromium
-from helpers.serve import BYTES_ALONE, MODEL, ids_of, running, script, tokenizer_fixture
+from helpers.serve import BYTES_ALONE, MODEL, ids_of, running, script
 from helpers.serving import until
 
 FOLDER = pathlib.Path(ds.__file__).parent / "serve" / "page"
 SECRET = "a prompt that nobody else may see"
 CONTROL, ENTER, ESCAPE, TAB = "\ue009", "\ue007", "\ue00c", "\ue004"
-
-
-tokenizer_name = tokenizer_fixture("bytes")
-"""The page shows the engine's state, and texts as they come."""
 
 
 @contextlib.contextmanager

@@ -23,7 +23,6 @@ from helpers.serve import (
     script,
     shipped_tokenizer,
     small_engine,
-    tokenizer_fixture,
 )
 
 HI = [{"role": "user", "content": "hi"}]
@@ -126,8 +125,6 @@ REFUSED = {
     "/tokenize": {"messages": HI, "prompt": 3, "add_special_tokens": "x"},
     "/detokenize": {"tokens": "x", "unknown": 1},
 }  # fmt: skip
-tokenizer_name = tokenizer_fixture("bytes")
-"""What is refused by name is so whatever the vocabulary."""
 
 
 @pytest.fixture(scope="module")

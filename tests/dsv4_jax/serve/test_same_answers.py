@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 
-import openai
 import pytest
 
 import dsv4_jax as ds
@@ -13,6 +12,7 @@ from dsv4_jax.serve import ServeSettings
 from dsv4_jax.serve.conversations import Conversations
 from dsv4_jax.serve.dialects import CHAT
 from helpers import slow
+from helpers.clients import openai
 from helpers.serve import MODEL, TOKENIZERS, running, small_engine
 
 PERSON = {

@@ -3,11 +3,11 @@
 import concurrent.futures
 import json
 
-import openai
 import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.serving.requests.text import load_tokenizer
+from helpers.clients import openai
 from helpers.serve import MODEL, running
 
 pytestmark = pytest.mark.unoptimised

@@ -7,10 +7,8 @@ import random
 import uuid
 from typing import Literal
 
-import openai
 import pydantic
 import pytest
-from openai.lib._parsing._completions import type_to_response_format_param
 
 from dsv4_jax.serve.constraints import Wanted, grammar_of
 from dsv4_jax.serve.dialects import MESSAGES, RESPONSES
@@ -29,11 +27,19 @@ from helpers.answers import (
     parameter,
     tool,
 )
+from helpers.clients import openai
 from helpers.released_tokenizer import END, VOCAB, released_tokenizer_json
 from helpers.serve import EOS, SPECIAL, v4_tokenizer
 
 TEXT = closed(s={"type": "string"})
 GOOD = call(parameter("s", "x"))
+
+
+def response_format(model):
+    """What the client sends where a class is asked for."""
+    from openai.lib._parsing._completions import type_to_response_format_param
+
+    return type_to_response_format_param(model)
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +262,7 @@ def test_a_class_of_the_client_s_as_a_tool(answers):
 
 
 def test_a_class_of_the_client_s_as_an_answer(answers):
-    body = {"response_format": type_to_response_format_param(Everything), **PLAIN}
+    body = {"response_format": response_format(Everything), **PLAIN}
     assert answers.allows(body, json.dumps(GIVEN))
     for name, values in WRONG.items():
         for value in values:
@@ -266,7 +272,7 @@ def test_a_class_of_the_client_s_as_an_answer(answers):
 def test_a_class_that_refers_to_itself(answers):
     for body in (
         {"tools": [openai.pydantic_function_tool(Node)], **PLAIN},
-        {"response_format": type_to_response_format_param(Node), **PLAIN},
+        {"response_format": response_format(Node), **PLAIN},
     ):
         inner = {"value": 2, "next": {"value": 3, "next": None}}
         told = parameter("value", 1, False) + parameter("next", json.dumps(inner), False)

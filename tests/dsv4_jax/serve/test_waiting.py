@@ -5,12 +5,11 @@ import re
 import threading
 import time
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 from helpers import slow
+from helpers.clients import anthropic, openai
 from helpers.serve import MODEL, num_slots, running, script, warm_engine
 from helpers.serving import until
 

@@ -7,17 +7,19 @@ script, also where a grammar holds them: the engine refuses a token that a gramm
 import json
 from typing import Literal
 
-import anthropic
 import httpx
-import openai
 import pydantic
 import pytest
 
 from dsv4_jax.serve.web_page import PAGE_PATHS, STATE_PATH
 from helpers import slow
+from helpers.clients import anthropic, openai
 from helpers.serve import MODEL, ids_of, script
 
-pytestmark = pytest.mark.parametrize("tokenizer_name", ["released"], indirect=True)
+pytestmark = [
+    pytest.mark.slow,  # an engine of 129,280 tokens compiles for 30 s and more
+    pytest.mark.parametrize("tokenizer_name", ["released"], indirect=True),
+]
 
 TEXT = "Zoë 猕🐙𓀀na\u0308\u2028ive\x0c\r\n\t<b>&amp;"
 """Characters of several tokens and tokens of several characters, and what ends lines elsewhere."""
