@@ -57,11 +57,13 @@ def copied_leaves(executable, cache):
     return [copy for copy in sizes if copy in leaves]
 
 
+@pytest.mark.slow
 def test_every_byte_of_the_cache_is_donated(compiled):
     cache, executable = compiled
     assert executable.memory_analysis().alias_size_in_bytes == cache.memory_bytes()
 
 
+@pytest.mark.slow
 def test_no_leaf_of_the_cache_is_copied(compiled):
     """Known bugs B12, B22, B23: whole-cache copies and buffers that share bytes."""
     cache, executable = compiled
@@ -126,6 +128,7 @@ def test_one_trace_serves_300_steps_across_every_boundary(model):
     assert int(jnp.argmax(last[1])) == int(jnp.argmax(whole[0, -1]))
 
 
+@pytest.mark.slow
 def test_donated_cache_is_gone(model, compiled):
     config, params = model
     cache = make_cache(config)
@@ -145,6 +148,7 @@ def test_jitted_and_op_by_op_steps_agree(model, compiled):
     np.testing.assert_array_equal(plain.length_tokens, jitted.length_tokens)
 
 
+@pytest.mark.slow
 def test_same_step_twice_gives_the_same_bits(model, compiled):
     """Known bug B7: fifty repeats, bitwise equal."""
     config, params = model

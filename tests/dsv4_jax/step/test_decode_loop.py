@@ -17,6 +17,11 @@ def model():
     return serving.one_layer(num_mtp_layers=0)
 
 
+def sampling_of(**settings):
+    """Of three rows; one program serves settings of any kind."""
+    return ds.make_sampling(3, **settings).completed()
+
+
 def start(config):
     cache = ds.init_cache(config, max_requests=3, max_context_tokens=64, cache_format="f32")
     call = ds.StepInput(
@@ -44,7 +49,7 @@ def step_by_step(config, params, sampling, num_steps):
 @pytest.mark.parametrize("temperature", slow.all_but([0.8], [0.0, 0.8]))
 def test_loop_draws_what_single_steps_draw(model, temperature):
     config, params = model
-    sampling = ds.make_sampling(3, temperature=temperature, top_k=20, top_p=0.9, seed=[5, 6, 7])
+    sampling = sampling_of(temperature=temperature, top_k=20, top_p=0.9, seed=[5, 6, 7])
     cache, call = start(config)
     cache, drawn = ds.jit_decode_loop(params, cache, call, sampling, num_steps=12, config=config)
     expected_cache, expected = step_by_step(config, params, sampling, 12)
@@ -55,12 +60,12 @@ def test_loop_draws_what_single_steps_draw(model, temperature):
 
 def test_a_stopped_row_goes_idle_and_the_others_go_on(model):
     config, params = model
-    free = ds.make_sampling(3)
+    free = sampling_of()
     cache, call = start(config)
     _, drawn = ds.jit_decode_loop(params, cache, call, free, num_steps=12, config=config)
     stop = int(drawn[0, 4])
     first = int(np.argmax(np.asarray(drawn[0]) == stop))
-    stopping = ds.make_sampling(3, stop_token_ids=[stop])
+    stopping = sampling_of(stop_token_ids=[stop])
     cache, call = start(config)
     cache, halted = ds.jit_decode_loop(params, cache, call, stopping, num_steps=12, config=config)
     np.testing.assert_array_equal(halted[0, : first + 1], drawn[0, : first + 1])

@@ -201,10 +201,9 @@ def test_equal_logits_and_small_vocabularies():
     np.testing.assert_allclose(logprobs.top, -np.log(8), rtol=1e-6)
 
 
-def test_who_asks_for_nothing_gets_zeros():
-    plain = sampling_of([SamplingParams(temperature=1.0), SamplingParams()])
-    logits, none = jnp.ones((2, 1, V)), jnp.zeros((2, 0), jnp.int32)
-    _, logprobs = jit_draw(logits, plain, jnp.zeros((2, 1), jnp.int32), None, none)
+def test_who_asks_for_nothing_gets_zeros(case):
+    plain = [SamplingParams(temperature=1.0), SamplingParams()] * (NUM_ROWS // 2)
+    _, logprobs = run(plain, *case[1:])
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(logprobs))
 
 

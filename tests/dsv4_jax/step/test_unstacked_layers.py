@@ -89,9 +89,10 @@ def test_unstacking_keeps_every_value_and_frees_the_stacks(model):
     assert jax.tree.structure(again) == jax.tree.structure(separate)
 
 
-def test_a_checkpoint_is_saved_from_stacked_layers(model, unrolled, tmp_path):
+def test_a_checkpoint_is_saved_from_stacked_layers(model, tmp_path):
+    config, params = model
     with pytest.raises(ValueError, match="params"):
-        ds.save_checkpoint(model[0], unrolled[0], tmp_path)
+        ds.save_checkpoint(config, ds.unstack_layers(params), tmp_path)
 
 
 @pytest.mark.parametrize("unroll", [False, True])

@@ -54,6 +54,7 @@ def test_every_cutting_gives_the_logits_of_the_oracle_and_the_same_bits(cache_fo
         np.testing.assert_array_equal(other, runs[0])
 
 
+@pytest.mark.slow
 def test_selections_in_chunks_of_tokens_are_the_same(monkeypatch):
     """As those of many tokens of long requests are, whose scores would not fit at once."""
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 3 * CONTEXT)
