@@ -136,7 +136,7 @@ class PageParts:
             self._slabs[number] = slab
         sources = self._sources(of, shard)
         arrays = {
-            place: [self._local(one, (shard, place)) for one in (packed, found)]
+            place: (self._local(packed, (shard, place)), self._local(found, (shard, place)))
             for place in sources
         }
 
