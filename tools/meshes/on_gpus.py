@@ -363,7 +363,7 @@ def main():
         help="whose layers run: DeepSeek-V4's, or V4.1's",
     )
     parser.add_argument("--meshes", nargs="+", help='such as 1x2 "1x2 split"; all if not given')
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is checked")
     parser.add_argument("--jobs", type=int, default=8, help="processes at once")
     parser.add_argument("--limit-s", type=float, default=230.0, help="of all places together")
     parser.add_argument(
@@ -371,6 +371,8 @@ def main():
     )
     parser.add_argument("--place", help="that of this process; one starts a process for each")
     arguments = parser.parse_args()
+    if not {*OF_STEPS}.isdisjoint(arguments.parts):
+        arguments.parts = ["logits", *(one for one in arguments.parts if one != "logits")]
     ds.runtime.claim_memory(0.2, at_once=False)
     ds.set_xla_flags()
     ds.use_compilation_cache()
