@@ -4,6 +4,7 @@
     python -m tools.meshes.pages_of_processes 2 --mesh 1x2 --lost             process 1 is killed
     python -m tools.meshes.pages_of_processes 2 --mesh 2x1 --engine           requests of an engine
     python -m tools.meshes.pages_of_processes 1 --mesh 2x1 --engine --plain   the same without tier
+    python -m tools.meshes.pages_of_processes 2 --mesh 1x2 2x1 --gpus         on a GPU each
 
 Starts the processes and prints, as JSON, what each of them found.
 """
@@ -20,9 +21,9 @@ import numpy as np
 
 import dsv4_jax as ds
 from helpers import gpu_processes, serving
-from tools.meshes.harness import environment_of, mesh_of
+from tools.meshes.harness import environment_of, mesh_of, paths
 
-TIMEOUT_S = 10.0
+TIMEOUT_S, SEEDS = 10.0, 4
 LINE = "found "
 
 
@@ -56,8 +57,12 @@ def serve(name, arguments, number):
         engine.follow()
         return {}
     life = Life(engine)
-    for _ in range(arguments.events):
-        life.event()
+    if arguments.plain:  # each prompt and seed once
+        for number in range(len(life.texts) * SEEDS):
+            life.ask(*divmod(number, SEEDS))
+    else:
+        for _ in range(arguments.events):
+            life.event()
     found = life.end()
     engine.close()
     return found
@@ -76,9 +81,7 @@ class Life:
         kind = rng.random()
         running = [one for one in self.asked if engine.requests[one].slot >= 0]
         if kind < 0.45:
-            which, seed = int(rng.integers(len(self.texts))), int(rng.integers(4))
-            options = {"max_new_tokens": 10, "stop_token_ids": (), "temperature": 1.0, "seed": seed}
-            self.asked[engine.submit(self.texts[which], **options)] = f"{which} {seed}"
+            self.ask(int(rng.integers(len(self.texts))), int(rng.integers(SEEDS)))
         elif kind < 0.55 and running:
             engine.preempt(running[int(rng.integers(len(running)))])
         elif kind < 0.6 and self.asked:
@@ -89,6 +92,11 @@ class Life:
         self.take()
         if kind > 0.5:
             self.evict()
+
+    def ask(self, which, seed):
+        """One more request, of one of the prompts."""
+        options = {"max_new_tokens": 10, "stop_token_ids": (), "temperature": 1.0, "seed": seed}
+        self.asked[self.engine.submit(self.texts[which], **options)] = f"{which} {seed}"
 
     def take(self):
         """Takes what has finished."""
@@ -131,13 +139,15 @@ class Life:
         }
 
 
-def run(count, *meshes, options=(), devices=2):
+def run(count, *meshes, options=(), devices=2, gpus=False):
     """Of each process its exit status, what it found, and what it wrote to stderr."""
-    environment = os.environ | environment_of(devices // count)
+    environment = os.environ | (paths() if gpus else environment_of(devices // count))
     command = [sys.executable, "-m", "tools.meshes.pages_of_processes", str(count)]
     command += ["--mesh", *meshes, *options, "--process"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = gpu_processes.start(command, count, gpus=0, env=environment, **pipes)
+    processes = gpu_processes.start(
+        command, count, gpus=devices if gpus else 0, env=environment, **pipes
+    )
     found = []
     with concurrent.futures.ThreadPoolExecutor(count) as threads:
         waiting = [threads.submit(one.communicate, timeout=900) for one in processes]
@@ -163,6 +173,7 @@ def main():
     parser.add_argument("--bytes", type=int, default=10**6, help="of the tier of each process")
     parser.add_argument("--events", type=int, default=40, help="of an engine's life")
     parser.add_argument("--devices", type=int, default=2, help="of all processes")
+    parser.add_argument("--gpus", action="store_true", help="GPUs in place of CPU devices")
     parser.add_argument("--process", type=int, nargs=3, help="be one: number, how many, port")
     arguments = parser.parse_args()
     if arguments.process:
@@ -170,7 +181,8 @@ def main():
         return
     flags = [f"--{name}" for name in ("lost", "engine", "plain") if getattr(arguments, name)]
     flags += ["--bytes", str(arguments.bytes), "--events", str(arguments.events)]
-    found = run(arguments.count, *arguments.mesh, options=flags, devices=arguments.devices)
+    where = {"devices": arguments.devices, "gpus": arguments.gpus}
+    found = run(arguments.count, *arguments.mesh, options=flags, **where)
     print(json.dumps(found))
 
 
