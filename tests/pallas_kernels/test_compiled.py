@@ -29,14 +29,10 @@ _THREADS = 384
 USUAL = {
     "sm_90a": (
         "append_and_flush_kernel/append_and_flush swa fp8_ue8m0 64 tokens 64 heads",
-        "block_linear_kernel/fp8 1x32768x1024 fp8@sm_90a",
         "expert_mlp_kernel/flash mixture 1 fp8@sm_90a",
-        "flush_kernels/flush_hca fp8_ue8m0 64 tokens",
-        "index_scores_kernel/fp8_ue8m0_fp8_index_64x16384",
-        "select_top_k/top 512 of 64 x 4096",
         "sparse_attention_kernels/fp8_ue8m0_256x64x512@sm_90a",
     ),
-    "sm_100a": ("sparse_attention_kernels/fp8_ue8m0_256x64x512@sm_100a",),
+    "sm_100a": (),
 }
 """Of the kernels with most registers and shared memory one case each; `-m slow` has all others."""
 each_target = pytest.mark.parametrize("target", aot.TARGETS)

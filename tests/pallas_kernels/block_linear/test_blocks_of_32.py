@@ -45,6 +45,7 @@ def test_inputs_may_end_within_a_run(lane, monkeypatch, num_rows, splits):
     close(product(x, weight), multiply(x, weight, dtype=jnp.float32, backend="reference"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", slow.all_but([3], [1, 2, 3, 5]))
 def test_splits_are_added_up(lane, monkeypatch, splits):
     """Five runs of inputs: of three splits the last one has a run only."""

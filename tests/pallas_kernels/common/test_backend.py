@@ -6,7 +6,6 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import pallas_kernels as pk
@@ -50,15 +49,10 @@ def test_a_known_backend_that_the_op_lacks_is_not_replaced_by_another(backend):
 def test_every_op_obeys_the_backend_it_is_given(op):
     arguments = inputs.valid_arguments(op)
 
-    @jax.jit
-    def both():
-        return (
-            getattr(pk, op)(**arguments),
-            getattr(pk, op)(**arguments, backend="reference"),
-        )
+    def program(**options):
+        return str(jax.make_jaxpr(lambda: getattr(pk, op)(**arguments, **options))())
 
-    chosen, named = both()
-    jax.tree.map(np.testing.assert_array_equal, chosen, named)
+    assert program() == program(backend="reference")
     with pytest.raises(ValueError, match="backend must be one of"):
         getattr(pk, op)(**arguments, backend="mosaic-gpu")
 

@@ -250,7 +250,7 @@ def in_one_call(kind, channels):
         list(itertools.product([16, 512], SCHEDULES)),
     ),
 )
-@pytest.mark.parametrize("kind", ["csa", "hca"])
+@pytest.mark.parametrize("kind", slow.all_but(["csa"], ["csa", "hca"]))
 def test_bits_do_not_depend_on_how_tokens_are_cut_into_calls(kind, channels, schedule):
     """Known bugs B1, B8, B19: in buckets of other shapes too, for entries and all of the state."""
     cuts, shapes = SCHEDULES[schedule]

@@ -95,6 +95,7 @@ def test_few_tokens_that_picked_the_same_experts(lane, num_tokens, dim):
         close(lane, mine, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", slow.all_but([5], [1, 5, 40]))
 def test_experts_that_round_rows_by_32_inputs(lane, num_tokens):
     """V4.1's, and a shared expert whose scales are of 32 x 32, in their launches if rows are few.

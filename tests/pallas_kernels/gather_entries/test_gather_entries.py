@@ -195,6 +195,7 @@ def real_entries(rng, codec, num_entries):
     return LayerPlanes(pool, CASE_LAYER, codec), table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     slow.all_but(

@@ -28,6 +28,7 @@ def test_cases_of_triton_are_chosen():
     assert lower_all.choose(cases, RECORDED, once=True) == ["a", "d", "e"]
 
 
+@pytest.mark.slow
 def test_where_the_backend_is_gone_only_its_registration_is_there():
     script = """
 from tools import lower_all

@@ -97,6 +97,7 @@ def test_shifted_the_streams_are_summed_with_weights_that_are_given(
         assert_close(found, dict(zip(NAMES, oracle(*given), strict=True)), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", slow.all_but([30.0], [0.0, 1.0, 30.0]))
 def test_columns_of_comb_sum_to_one(lane, spread):
     """Columns last: they sum to 1 to rounding, even where logits are far apart."""
@@ -116,7 +117,7 @@ def test_a_transposed_comb_would_be_seen():
         assert_close(actual._replace(comb=actual.comb.mT), expected, jnp.float32)
 
 
-@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("shifted", slow.all_but([True], [False, True]))
 def test_two_launches_of_many_tokens_do_what_two_programs_do(lane, shifted):
     """On a GPU but for the order in which parts of the products are added."""
 

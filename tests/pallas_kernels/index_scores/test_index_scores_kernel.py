@@ -96,6 +96,7 @@ def test_scores_are_the_reference_s(lane, name):
     assert max(e.max(initial=0) for e in errors(arguments, keys, shifted)) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_heads", slow.all_but([32], [3, 32]))
 def test_fewer_heads_of_v41_s_keys(lane, num_heads):
     """Keys that are not rotated; heads are filled up with zeros, and counted as they are."""

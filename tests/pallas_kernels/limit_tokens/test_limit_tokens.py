@@ -94,7 +94,7 @@ def check(scaled, top_k, top_p, backend):
     return limits
 
 
-@pytest.mark.parametrize("num_tokens", [1, 8, 600])
+@pytest.mark.parametrize("num_tokens", slow.all_but([1, 8], [1, 8, 600]))
 def test_the_reference_leaves_what_a_sort_leaves(num_tokens):
     rows = patterns(num_tokens)
     for top_k, top_p in zip(*settings(len(rows), num_tokens), strict=True):
@@ -135,13 +135,14 @@ def test_the_kernel_has_the_bits_of_the_reference(lane, small_parts, num_tokens)
     """In several parts, with ties across their boundaries."""
     rows = patterns(num_tokens)
     every = list(zip(*settings(len(rows), num_tokens), strict=True))
-    for top_k, top_p in every if lane == "gpu" else every[::8]:
+    for top_k, top_p in every if lane == "gpu" else every[::12]:
         limits = check(rows, top_k, top_p, "triton_gpu")
         given = jnp.asarray(rows), jnp.asarray(top_k), jnp.asarray(top_p)
         expected = jit_limit(*given, backend="reference")
         jax.tree.map(np.testing.assert_array_equal, limits, expected)
 
 
+@pytest.mark.slow
 def test_equal_tokens_end_within_any_part(lane, small_parts):
     """The number of the last one is found in the part that holds it."""
     ends = np.int32([1, 255, 256, 257, 511, 512, 700])
@@ -219,6 +220,7 @@ def test_a_named_backend_runs_or_refuses():
         limit_tokens(**VALID, backend="triton_gpu")
 
 
+@pytest.mark.slow
 def test_the_patterns_reject_other_rules():
     """Ties to the higher number, top-p of what top-k leaves, and one token more or less."""
     rows = patterns(100)

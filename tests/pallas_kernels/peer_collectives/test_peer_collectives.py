@@ -119,6 +119,7 @@ def test_parts_are_added_and_rounded_first():
     np.testing.assert_array_equal(found, np.stack([in_order(np.asarray(rounded) + plus)] * 3))
 
 
+@pytest.mark.slow
 def test_of_scattered_sums_too():
     rng = np.random.default_rng(1)
     parts, plus = rng.normal(size=(3, 4, 3, 16)).astype(np.float32), values(3, 3, 16)

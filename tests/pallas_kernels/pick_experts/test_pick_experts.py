@@ -99,6 +99,7 @@ def product(num_tokens, dim, seed=0):
     return jnp.asarray(rows, jnp.bfloat16), jnp.asarray(gate, jnp.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_tokens", "dim"), slow.all_but([(19, 2304)], [(2, 320), (19, 2304)]))
 def test_logits_come_in_parts_that_picking_adds_up(lane, num_tokens, dim):
     """Of 18 runs of inputs, parts of 3 and of 2."""

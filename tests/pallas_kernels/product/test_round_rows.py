@@ -61,6 +61,7 @@ def test_a_row_is_the_same_in_any_company(lane, kind, activations, inputs, split
         np.testing.assert_array_equal(found, together[some])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", slow.all_but([1], [1, 2, MOST]))
 def test_rows_in_parts_are_added_first(lane, count):
     """In the order of the parts, then rounded to bf16."""

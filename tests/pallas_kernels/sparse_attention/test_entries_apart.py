@@ -28,7 +28,7 @@ def draw(name="fp4_e4m3", *, sizes=SIZES, **options):
     return attention_cases.draw_case(sizes, fmt.ring, *TOKENS, **apart)
 
 
-@pytest.fixture(params=["few", "turns"])
+@pytest.fixture(params=["few", pytest.param("turns", marks=pytest.mark.slow)])
 def splits(request, monkeypatch):
     """The kernel of few tokens, or that of more, whose keys are in two splits."""
     is_few = request.param == "few"
@@ -62,6 +62,7 @@ def test_the_kernel_is_the_oracle_in_every_format(lane, name):
     assert min(case.error(actual, **variant) for variant in broken) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", slow.all_but([1], [1, 3, 7]))
 def test_splits_of_any_number(lane, monkeypatch, count):
     """Seven tiles: all of a program, some with one fewer, and one each.

@@ -63,6 +63,7 @@ def test_parts_are_joined_to_attention_to_all_keys(name, parts):
         assert case.ulps(actual, case.expected(sink, selected=slice(1, None))) > 1000
 
 
+@pytest.mark.slow
 def test_inverse_rope_follows():
     case = attention_cases.draw_case(FEW, get_cache_format("f32").entry, *MANY_TOKENS)
     frequencies = np.array([1.0, 0.1], np.float32)

@@ -33,7 +33,13 @@ SIZES = Sizes(
 draw_case = functools.partial(attention_cases.draw_case, SIZES)
 
 
-@pytest.mark.parametrize("tokens", [MANY_TOKENS, ONE_TOKEN], ids=["many tokens", "one token"])
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        pytest.param(MANY_TOKENS, id="many tokens"),
+        pytest.param(ONE_TOKEN, id="one token", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0", "f32"], list(CACHE_FORMATS)))
 def test_window_and_entries_share_one_softmax_in_every_format(name, tokens):
     case = draw_case(get_cache_format(name).entry, *tokens)

@@ -271,6 +271,7 @@ def test_blocks_of_any_size(lane, entries_per_block):
     assert case.error(case.attend(backend="mosaic_gpu")) < 1
 
 
+@pytest.mark.slow
 def test_indices_that_name_nothing_are_not_read(lane):
     """-1 between real ones, and beyond the table; the pools are poison there."""
     case = draw()

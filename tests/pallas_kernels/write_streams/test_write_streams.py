@@ -118,6 +118,7 @@ def test_all_bits_of_fn_count(lane, multiply):
     np.testing.assert_allclose(found, wanted[:, None] + np.zeros(ROWS), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_products_of_a_token_do_not_depend_on_the_others(lane):
     """Nor on how many there are; 2,400 inputs are a run for most parts and none for the last."""
     streams, *_, fn = arguments(MAX_TOKENS + 4, 600, jnp.bfloat16)
