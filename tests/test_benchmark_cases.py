@@ -38,12 +38,12 @@ BENCHMARKS = [
     (bench_sparse_attention, 60),
     (bench_topk, 14),
 ]
-LONG = (bench_gather, bench_index_scores, bench_sparse_attention)
+QUICK = (bench_compress, bench_draws, bench_topk)
 
 
 @pytest.mark.parametrize(
     ("benchmark", "count"),
-    slow.all_but([case for case in BENCHMARKS if case[0] not in LONG], BENCHMARKS),
+    slow.all_but([case for case in BENCHMARKS if case[0] in QUICK], BENCHMARKS),
     ids=[b.__name__.split(".")[-1] for b, _ in BENCHMARKS],
 )
 def test_a_benchmark_has_a_row_for_each_shape(monkeypatch, benchmark, count):
@@ -88,15 +88,17 @@ def test_rows_are_left_out_by_a_pattern_of_op_and_shape(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ([], []),
-        (["--marlin", "a.so", "--library", "b.so"], ["vLLM Marlin"]),
-        (
+        pytest.param([], [], id="none", marks=pytest.mark.slow),
+        pytest.param(
+            ["--marlin", "a.so", "--library", "b.so"], ["vLLM Marlin"], id="Marlin",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ["--marlin", "a.so", "--library", "b.so", "--humming", "c", "--sum", "d.py"],
-            ["vLLM Marlin", "vLLM Humming, FP8 rows", "vLLM Humming, BF16 rows"],
+            ["vLLM Marlin", "vLLM Humming, FP8 rows", "vLLM Humming, BF16 rows"], id="both",
         ),
     ],
-    ids=["none", "Marlin", "both"],
-)
+)  # fmt: skip
 def test_experts_stand_beside_those_asked_for(monkeypatch, options, names):
     found = []
     monkeypatch.setattr("sys.argv", ["benchmark", *options])

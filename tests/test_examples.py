@@ -50,6 +50,7 @@ def test_there_is_a_test_of_each_and_the_page_lists_them():
         assert f"[{path.name}]({path.name})" in listed
 
 
+@pytest.mark.slow
 def test_a_decode_loop(checkpoint, capsys):
     texts = load("decode_loop").main(["--checkpoint", checkpoint, "--tokens", "4"])
     assert len(texts) == 2

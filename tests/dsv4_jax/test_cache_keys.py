@@ -78,6 +78,7 @@ def keys_of(folder, names):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_another_folder_and_other_lines_change_no_key(tmp_path):
     first = keys_of(copy_to(tmp_path / "a"), SOME)
     second = keys_of(copy_to(tmp_path / "a longer name", lines=3), SOME)

@@ -77,6 +77,7 @@ def test_flags_are_known_to_xla_and_the_users_own_win():
     assert "--xla_gpu_graph_min_graph_size=1" in more
 
 
+@pytest.mark.slow
 def test_flags_in_a_file_are_taken_from_it(tmp_path):
     """XLA takes a variable that begins otherwise for the name of a file, what is added included."""
     name, *others = ds.runtime.XLA_GPU_FLAGS
@@ -197,6 +198,7 @@ def test_memory_is_claimed_unless_the_user_or_jax_was_first():
     ) == [["0.95"], ["0.5"], ["None"], ["None"]]
 
 
+@pytest.mark.slow
 def test_memory_that_is_taken_as_needed_leaves_room_for_others():
     code = "import dsv4_jax as ds; ds.runtime.claim_memory(at_once=False); import os; "
     code += "print(os.environ.get('XLA_PYTHON_CLIENT_PREALLOCATE'))"

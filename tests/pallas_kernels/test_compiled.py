@@ -28,7 +28,6 @@ _THREADS = 384
 """Of a CTA of a product: one warpgroup that brings in and two that multiply."""
 USUAL = {
     "sm_90a": (
-        "append_and_flush_kernel/append_and_flush swa fp8_ue8m0 64 tokens 64 heads",
         "expert_mlp_kernel/flash mixture 1 fp8@sm_90a",
         "sparse_attention_kernels/fp8_ue8m0_256x64x512@sm_90a",
     ),

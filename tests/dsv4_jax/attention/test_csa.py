@@ -5,16 +5,18 @@ import dataclasses
 import numpy as np
 import pytest
 
-from helpers import attention_layers, slow
+from helpers import attention_layers
 
 pytestmark = pytest.mark.unoptimised
 
 
-@pytest.mark.parametrize("cache_format", slow.all_but(["f32"], list(attention_layers.ATOL)))
+@pytest.mark.slow
+@pytest.mark.parametrize("cache_format", attention_layers.ATOL)
 def test_the_layer_on_a_cache_is_the_layer_over_the_sequence(cache_format):
     attention_layers.check_on_cache("csa", cache_format)
 
 
+@pytest.mark.slow
 def test_what_the_indexer_selects_decides_the_result():
     """With other weights of index heads, other entries are attended to, on both ways alike."""
     params, _, x = attention_layers.case("csa")

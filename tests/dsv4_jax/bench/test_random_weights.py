@@ -37,6 +37,7 @@ def test_shapes_are_those_of_released_weights():
         assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype), path
 
 
+@pytest.mark.slow
 def test_stages_have_routers_of_their_own_experts():
     """V4.1's pick three of fewer experts than the trunk's layers have."""
     config = ds.DSV4Config.from_hf(v41.contents("tiny"))

@@ -65,6 +65,7 @@ def test_bytes_of_a_round_of_flash(drafts, verified, in_all):
     assert found.context / 1e9 == pytest.approx(0.0503 + 3 * 4096 * 512 / 1e9, rel=0.01)
 
 
+@pytest.mark.slow
 def test_stages_have_released_formats_and_are_taken_apart():
     made = random_params(TINY, weights="stored")
     expected = ds.unstack_layers(ds.model.param_shapes(TINY, jnp.bfloat16, weights="stored"))

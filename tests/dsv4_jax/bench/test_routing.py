@@ -91,6 +91,7 @@ def test_rows_of_a_random_model_pick_as_many_experts_as_the_law_says():
     jax.tree.map(np.testing.assert_array_equal, same, params)
 
 
+@pytest.mark.slow
 def test_picks_of_a_model_are_those_of_its_routers():
     config = ds.DSV4Config.tiny().without_draft()
     config = dataclasses.replace(

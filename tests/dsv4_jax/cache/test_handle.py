@@ -107,7 +107,10 @@ def test_a_handle_describes_its_call():
     np.testing.assert_array_equal(visible[9:15], [3, 4, 4, 4, 4, 4])
 
 
-@pytest.mark.parametrize(("layer_idx", "cache_format"), [(SWA, "fp8_ue8m0"), (HCA, "f32")])
+@pytest.mark.parametrize(
+    ("layer_idx", "cache_format"),
+    slow.all_but([(SWA, "fp8_ue8m0")], [(SWA, "fp8_ue8m0"), (HCA, "f32")]),
+)
 def test_window_of_every_token_of_a_ragged_batch(layer_idx, cache_format):
     """Calls of 0 to 22 tokens a row, round a ring of 16: no row speaks for the batch."""
     cache, rng = make(cache_format), np.random.default_rng(0)

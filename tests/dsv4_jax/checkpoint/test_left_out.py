@@ -213,7 +213,7 @@ def vision_tensors(prefix):
 @pytest.mark.parametrize(
     "prefix",
     slow.all_but(
-        ["vision", "model.visual"],
+        ["vision"],
         ["vision", "model.visual", "vision_tower", "model.vision_model"],
     ),
 )

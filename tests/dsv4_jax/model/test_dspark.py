@@ -196,6 +196,7 @@ def test_entries_are_those_of_the_oracle_and_of_their_token_alone(case, entries)
     assert list(np.flatnonzero(differs)) == [7]
 
 
+@pytest.mark.slow
 def test_blocks_of_one_sequence_are_those_run_alone(case, entries, found):
     """Two sequences, the second one turned round, with the same anchors in another order."""
     params, _, token_ids, _ = case

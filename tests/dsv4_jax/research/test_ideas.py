@@ -167,6 +167,7 @@ def test_the_models_own_selector_given_as_an_idea_changes_nothing(params):
     np.testing.assert_allclose(logits[0], logits[1], atol=2e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_no_idea_is_the_same_program():
     """Nor does it change the program to say what is the default anyway."""
     plain, params = one_layer(num_mtp_layers=0)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from helpers import taught
+from helpers import slow, taught
 from helpers.serving import prompt, run_to_end
 
 pytestmark = [pytest.mark.compiles_for_others, pytest.mark.unoptimised]
@@ -50,7 +50,7 @@ def without():
     return found
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", slow.all_but([True], [True, False]))
 def test_drafts_change_no_answer(without, overlap):
     """Seven on four slots: greedy and sampled, with limits, biases, penalties and logprobs."""
     engine = taught.make_small(overlap=overlap, debug=not overlap)

@@ -7,27 +7,20 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from helpers import serving
+from helpers import targets
 
 pytestmark = pytest.mark.unoptimised
 
 
 @pytest.fixture(scope="module")
 def model():
-    """Of one layer: the engine here compiles two programs."""
-    return serving.one_layer(num_mtp_layers=0)
+    """Of one layer: the engine here has one program, which `test_boundary.py` takes too."""
+    return targets.CONFIG, targets.params()
 
 
 @pytest.fixture(scope="module")
-def engine(model):
-    return ds.Engine(
-        *model,
-        max_requests=3,
-        max_context_tokens=200,
-        prefill_tokens=(16, 48),  # the one engine here that chooses between two
-        decode_tokens=16,
-        cache_format="f32",
-    )
+def engine():
+    return targets.make_engine(max_context_tokens=200, tokenizer=None)
 
 
 PROMPTS = [[1, 2, 3], list(range(90)), [50], [7] * 33, [9, 8, 7, 6, 5]]

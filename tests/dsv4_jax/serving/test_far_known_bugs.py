@@ -87,6 +87,7 @@ def test_files_that_somebody_else_removed_are_not_counted_for_ever(engine):
     assert disk.num_bytes <= counted
 
 
+@pytest.mark.slow
 def test_a_prefix_never_comes_back_with_what_another_one_holds(engine):
     """LMCache 4385: sessions that came back from a disk went on with others' pages."""
     rng = np.random.default_rng(3)
@@ -102,6 +103,7 @@ def test_a_prefix_never_comes_back_with_what_another_one_holds(engine):
     assert engine.metrics.disk_hit_tokens > 0
 
 
+@pytest.mark.slow
 def test_those_who_wait_for_copies_and_those_who_wait_for_blocks_never_wait_for_each_other():
     """vLLM 45387: nobody ran, everybody waited, and what had come kept all blocks."""
     engine = limit(make_engine(host_cache_bytes=10**6), num_blocks=7)

@@ -273,6 +273,7 @@ ALWAYS_NEW = "[a-z]*a[a-z]{300}"
 LONG = {"max_new_tokens": 90, "temperature": 5.0}
 
 
+@pytest.mark.slow
 def test_an_answer_that_makes_llguidance_note_too_much_fails_alone(monkeypatch):
     """Copies of one compiled grammar share its states, and fail together."""
     monkeypatch.setattr(compile_grammar, "MAX_LEXER_STATES", 120)

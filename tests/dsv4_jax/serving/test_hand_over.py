@@ -88,6 +88,7 @@ def test_a_long_life_of_moving():
         Lives(engines, 50 + seed).run(400)
 
 
+@pytest.mark.slow
 def test_a_request_that_came_holds_the_bytes_that_left():
     """In all families, at the end of a block, in the middle of one, and before the first is full.
 

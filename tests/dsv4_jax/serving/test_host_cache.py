@@ -24,7 +24,7 @@ from dsv4_jax.serving.device import (
 from dsv4_jax.serving.device.host_copies import HostCopies
 from dsv4_jax.serving.engine_state import read_state
 from dsv4_jax.serving.schedule import request_queue
-from helpers import serving
+from helpers import serving, slow
 from helpers.engine_life import Life, alone
 from helpers.serving import limit, make_engine, prompt, run_to_end, until
 
@@ -407,6 +407,7 @@ def hold_back(engine, monkeypatch, name):
     return may_come
 
 
+@pytest.mark.slow
 def test_what_more_blocks_push_out_than_can_be_copied_at_once_is_copied_in_portions(monkeypatch):
     """Who wants the blocks waits, who runs does not, and nothing is lost."""
     engine = limit(make_engine(host_cache_bytes=10**6), num_blocks=10)
@@ -450,6 +451,7 @@ def test_a_request_whose_blocks_come_in_portions_keeps_what_it_hits(monkeypatch)
     assert (done.hit_tokens, engine.metrics.host_loaded_bytes) == (256, 0)
 
 
+@pytest.mark.slow
 def test_what_leaves_beyond_all_room_is_lost_from_its_end_and_counted(monkeypatch):
     """Its end alone could never be used."""
     engine = make_engine(host_cache_bytes=10**6)
@@ -489,7 +491,7 @@ def test_two_who_wait_for_one_prefix_bring_it_once(monkeypatch):
     assert not engine.loop.host._after
 
 
-@pytest.mark.parametrize("is_needed", [False, True])
+@pytest.mark.parametrize("is_needed", slow.all_but([False], [False, True]))
 def test_what_has_come_stays_until_its_request_is_admitted(monkeypatch, is_needed):
     """Others push it out only if they could not run on without its blocks."""
     engine = limit(make_engine(host_cache_bytes=10**6), num_blocks=10)

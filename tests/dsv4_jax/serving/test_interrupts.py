@@ -51,6 +51,7 @@ def is_a_tokenizer_error(line):
     return is_text or line.function.startswith(("Request.add", *around))
 
 
+@pytest.mark.slow
 def test_a_life_has_all_that_happens_to_requests():
     engine, answers, counts = undisturbed()
     metrics = engine.metrics

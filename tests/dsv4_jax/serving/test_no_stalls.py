@@ -9,6 +9,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.serving import sizing
+from helpers import slow
 from helpers.serving import make_engine, one_layer, prompt, run_to_end
 from helpers.simulated_device import DECODING_MS, h200_ms, serve, simulated_engine
 
@@ -54,6 +55,7 @@ def test_a_device_of_which_arithmetic_is_wrong_is_learned():
     assert sum(size == 1024 for size, *_ in device.calls) > 200
 
 
+@pytest.mark.slow
 def test_without_a_given_bound_a_slow_device_reads_beside_five_decode_steps(monkeypatch):
     """All steps take eight times as long: within 100 ms none would have read a prompt."""
 
@@ -71,7 +73,7 @@ def test_without_a_given_bound_a_slow_device_reads_beside_five_decode_steps(monk
 
 
 @pytest.mark.parametrize("decoding", [0, 31])
-@pytest.mark.parametrize("late_s", [0.01, 0.3, 0.41, 0.7])
+@pytest.mark.parametrize("late_s", slow.all_but([0.01, 0.41], [0.01, 0.3, 0.41, 0.7]))
 def test_a_short_prompt_behind_four_long_ones_is_read_within_a_second(decoding, late_s):
     engine, clock, _ = engine_of(100, max_requests=36, context=33_000)
     requests = [(40, 400)] * decoding + [(32_768, 8)] * 4 + [(200, 8)]

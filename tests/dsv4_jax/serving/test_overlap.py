@@ -26,6 +26,12 @@ def plain_engine(**changes):
     return ds.Engine(*model(), **(serving.SIZES | sizes | changes))
 
 
+each_engine = pytest.mark.parametrize(
+    "make", slow.all_but([make_engine], [plain_engine, make_engine])
+)
+"""By default the one whose program other files have too; `test_steps_per_call.py` has the other."""
+
+
 def record(engine, monkeypatch):
     """What the engine asks of the devices, in order: (launch, number) and (read, number)."""
     devices, calls, launched = engine.loop.runner.devices, [], iter(range(10**6))
@@ -53,7 +59,7 @@ def overlapped(calls):
     return [n for n in steps if order.get(("launch", n + 1), len(calls)) < order["read", n]]
 
 
-@pytest.mark.parametrize("make", [plain_engine, make_engine])
+@each_engine
 def test_inputs_that_stay_are_not_brought_again_and_none_moves(monkeypatch, make):
     """XLA rewrites a CUDA graph where an array of it has moved. One array comes back."""
     engine, steps = make(), []
@@ -120,7 +126,7 @@ def test_steps_of_simple_draws_are_taken_where_no_request_asks_for_more(monkeypa
     assert not any(is_simple for is_simple, _ in simple[:1])  # prompts
 
 
-@pytest.mark.parametrize("make", [plain_engine, make_engine])
+@each_engine
 def test_each_step_is_launched_before_the_last_one_is_read(monkeypatch, make):
     """Prompts, decoding, drafts and an admission in between; only the last step has no next."""
     engine = make()
@@ -141,7 +147,7 @@ def test_each_step_is_launched_before_the_last_one_is_read(monkeypatch, make):
 
 def test_who_ends_for_its_length_has_no_row_in_the_step_after_it(monkeypatch):
     """Steps that repeat each other stop doing so there; each row that ran drew a token."""
-    engine, rows = plain_engine(), []
+    engine, rows = make_engine(), []
     devices = engine.loop.runner.devices
 
     def note(step_input, *rest, launch=devices.launch, **options):
@@ -150,7 +156,9 @@ def test_who_ends_for_its_length_has_no_row_in_the_step_after_it(monkeypatch):
 
     monkeypatch.setattr(devices, "launch", note)
     lengths = (5, 9)
-    ids = [engine.submit([n], max_new_tokens=n, stop_token_ids=()) for n in lengths]
+    ids = [
+        engine.submit([n], max_new_tokens=n, stop_token_ids=(), speculate=False) for n in lengths
+    ]
     run_to_end(engine, *ids)
     assert sum(rows) == sum(lengths)
 
@@ -163,7 +171,7 @@ def test_without_overlap_each_step_is_read_before_the_next(monkeypatch):
     assert not make_engine(debug=True).plan.overlap
 
 
-@pytest.mark.parametrize("make", [plain_engine, make_engine])
+@each_engine
 def test_penalties_count_what_the_host_has_not_read(monkeypatch, make):
     """Tokens are those of steps that wait for each other, and others beside them too."""
     asked = [{"frequency_penalty": 2.0}, {}, {"presence_penalty": 2.0, "temperature": 0.9}]
@@ -180,7 +188,7 @@ def test_penalties_count_what_the_host_has_not_read(monkeypatch, make):
 
 
 def test_counts_that_find_no_room_together_wait_for_the_host(monkeypatch):
-    engine = plain_engine()
+    engine = make_engine()
     calls = record(engine, monkeypatch)
     monkeypatch.setattr(
         engine.loop.runner, "fitting", lambda running: Running(running, running.known)
@@ -189,7 +197,7 @@ def test_counts_that_find_no_room_together_wait_for_the_host(monkeypatch):
     assert overlapped(calls) == []
 
 
-@pytest.mark.parametrize("make", [plain_engine, make_engine])
+@each_engine
 def test_tokens_are_those_without_overlap(make):
     """Requests that stop by a token, at their length or at once, sampled and greedy."""
     rng, found = np.random.default_rng(1), []
@@ -212,7 +220,7 @@ def test_tokens_are_those_without_overlap(make):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("make", [plain_engine, make_engine])
+@each_engine
 def test_snapshots_of_answers_are_those_without_overlap(make):
     """It crosses a boundary in a step that was planned before its tokens were known."""
     text, kept, done = prompt(np.random.default_rng(3), 240), [], []

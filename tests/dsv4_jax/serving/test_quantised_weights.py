@@ -144,6 +144,7 @@ def test_another_form_is_refused(name):
         ds.Engine(CONFIG, shapes(), **SIZES, **{name: "int8"})
 
 
+@pytest.mark.slow
 def test_a_checkpoint_keeps_its_formats_unless_told_otherwise(tmp_path):
     ds.save_checkpoint(CONFIG, params(), tmp_path)
     stored = ds.Engine.from_checkpoint(tmp_path, **SIZES, unroll=True)

@@ -17,6 +17,8 @@ from helpers import serving, slow
 from helpers.engine_life import Life
 from helpers.serving import limit, prompt, run_to_end, same_tokens
 
+pytestmark = pytest.mark.unoptimised
+
 SIZES = serving.SIZES | {"draft_tokens": 0, "decode_tokens": None, "cache_format": "f32"}
 LONG = {"max_new_tokens": 61, "stop_token_ids": ()}
 
@@ -243,7 +245,7 @@ class CloseLife(Life):
             np.testing.assert_allclose(one.logprob, other.logprob, atol=1e-4)
 
 
-@pytest.mark.parametrize(("seed", "scarce"), [(0, False), (1, True)])
+@pytest.mark.parametrize(("seed", "scarce"), slow.all_but([(1, True)], [(0, False), (1, True)]))
 def test_whatever_happens_a_request_gets_what_it_gets_alone(seed, scarce):
     """Arrivals, forks, preemptions, cancellations and hits at random, in calls of four steps."""
     engine = limit(make_engine(), num_blocks=4) if scarce else make_engine(debug=True)

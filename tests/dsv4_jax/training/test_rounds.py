@@ -89,6 +89,7 @@ def test_drafts_are_kept_as_far_as_the_trunk_says_the_same(counting):
     assert rounds.counts.tolist() == [[True, True], [True, True], [False, False], [False, False]]
 
 
+@pytest.mark.slow
 def test_drafts_are_of_the_settled_text_alone(counting):
     """With random stages, and other tokens behind the text."""
     random = ds.init_params(CONFIG, jax.random.key(2))

@@ -152,7 +152,8 @@ def test_golden_bytes_decode_to_code_times_scale(golden, name, jitted):
     np.testing.assert_array_equal(decoded, expected)
 
 
-@pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0"], list(CACHE_FORMATS)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CACHE_FORMATS)
 def test_rounding_is_encode_then_decode_also_in_one_jitted_program(name):
     # A compiler may drop a conversion to a narrow type and back; then a "rounded" value is not.
     fmt = get_cache_format(name)
@@ -219,7 +220,13 @@ def test_a_key_rounded_twice_is_the_key_rounded_once(name):
 @pytest.mark.parametrize(
     ("dim", "rope_dim"), slow.all_but([(104, 8)], [(32, 8), (56, 8), (104, 8), (160, 32)])
 )
-@pytest.mark.parametrize("codec", [GROUPED, SCALED], ids=["fp8_ue8m0", "fp8_per_entry"])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        pytest.param(GROUPED, id="fp8_ue8m0", marks=pytest.mark.slow),
+        pytest.param(SCALED, id="fp8_per_entry"),
+    ],
+)
 def test_a_short_group_of_an_entry_is_one_filled_up_with_zeros(codec, dim, rope_dim):
     x = ordinary(5, dim)
     nope = dim - rope_dim
@@ -295,11 +302,14 @@ def test_an_entry_and_a_key_have_the_published_sizes(name, entry_bytes, key_byte
 @both_modes
 @pytest.mark.parametrize(
     ("codec", "trip"),
-    [
-        ("whole_fp8", "trip_fp8"),
-        ("fp4_entry", "trip_fp4_e4m3"),
-        ("unrotated_mxfp4_key", "trip_mxfp4"),
-    ],
+    slow.all_but(
+        [("fp4_entry", "trip_fp4_e4m3")],
+        [
+            ("whole_fp8", "trip_fp8"),
+            ("fp4_entry", "trip_fp4_e4m3"),
+            ("unrotated_mxfp4_key", "trip_mxfp4"),
+        ],
+    ),
 )
 def test_round_trips_of_v41_are_those_of_its_oracle(codec, trip, jitted):
     """Bit for bit: ties, zeros of either sign, and values below and above what scales hold."""
@@ -365,7 +375,7 @@ def spacing(q, mantissa_bits, lowest_exponent):
 
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-30, 30), spread=st.integers(0, 12))
 @settings(max_examples=10, deadline=None, derandomize=True)
-@each_quantised
+@pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0", "mxfp4"], list(QUANTISED)))
 def test_the_rounding_error_is_at_most_half_a_step_of_the_groups_grid(name, seed, exponent, spread):
     codec, _, rope_dim, planes = QUANTISED[name]
     rng = np.random.default_rng(seed)

@@ -18,6 +18,7 @@ from dsv4_jax.schemas.read_schema import Schema
 from dsv4_jax.serving.requests import compile_grammar, grammar_trials, helper_processes
 from dsv4_jax.serving.requests.grammar_trials import GrammarBounds, GrammarTrials
 from dsv4_jax.serving.requests.helper_processes import HelperKilledError, HelpersClosedError
+from helpers import slow
 from helpers.serving import byte_tokenizer, until
 
 GOOD = "start: /[a-z]{30}/"
@@ -151,7 +152,7 @@ def processor_seconds(pid):
     return int(fields[11]) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT])
+@pytest.mark.parametrize("number", slow.all_but([signal.SIGKILL], [signal.SIGKILL, signal.SIGQUIT]))
 def test_a_process_that_others_end_is_no_fault_of_a_grammar(number, request):
     """As a kernel does that is out of memory; the bound of time is the process's own."""
     if number == signal.SIGQUIT:  # a shell starts what runs in the background without it
@@ -173,6 +174,7 @@ def test_a_process_that_others_end_is_no_fault_of_a_grammar(number, request):
     trials.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_beyond_all_patience_went_beyond_the_bound_of_time(monkeypatch):
     """It is killed, too, and by the server: its own timer counts the time of the processor."""
     monkeypatch.setattr(helper_processes, "START_S", 1)
@@ -193,7 +195,7 @@ def test_the_memory_that_a_grammar_holds_is_told_and_remembered(trials):
     assert trials.check(large) == held[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", slow.all_but([signal.SIGTERM], [signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_to_all_processes_of_a_server_leaves_its_grammars_to_it(trials, number):
     """Such as that of a service's manager: the server drains, and needs the process until then."""
     trials.check(GOOD)

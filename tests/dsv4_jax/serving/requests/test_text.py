@@ -86,7 +86,7 @@ def test_pieces_are_the_text_of_all_tokens(ids):
     assert most <= 17
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.text(max_size=20).map(lambda text: RELEASED.encode(text).ids)
     | st.lists(st.integers(0, RELEASED.get_vocab_size() - 1), max_size=30)
