@@ -339,6 +339,10 @@ def test_a_tier_of_several_processes_is_bounded_in_each():
         tier.let_go([add(number, *bytes_at)])
     assert (tier._bytes_at, tier.num_bytes) == ([90, 90], 90)
     assert add(3, 101, 0) is add(3, 0, 101) is None
+    held = tier.slabs[:0:-1]  # in which order they stay
+    tier.hold(held)
+    assert add(3, 0, 60) is None
+    tier.let_go(held)
     tier.gone = []
     assert add(4, 0, 60) is not None
     assert [slab.bytes_at for slab in tier.gone] == [(0, 60)]
