@@ -50,6 +50,21 @@ def make_engine(**changes):
     return ds.Engine(CONFIG, params(), **(SIZES | changes))
 
 
+def engine_of_calls(steps_per_call=4, **changes):
+    """Of one layer, without drafts, whose steps that only decode come several a call."""
+    sizes = {"draft_tokens": 0, "decode_tokens": None, "cache_format": "f32"}
+    options = SIZES | sizes | {"steps_per_call": steps_per_call} | changes
+    return ds.Engine(*one_layer(), **options)
+
+
+def single_steps(**changes):
+    """An engine whose calls make one step each, with the programs of the others."""
+    engine = engine_of_calls(**changes)
+    loop = engine.loop
+    loop._options = dataclasses.replace(loop._options, steps_per_call=1)
+    return engine
+
+
 def byte_tokenizer():
     """The tokenizer of the shipped checkpoint, for which ids below 256 are bytes."""
     return load_tokenizer(ds.SHIPPED_CHECKPOINT)

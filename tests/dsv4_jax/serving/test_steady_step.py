@@ -8,9 +8,13 @@ import functools
 import pathlib
 import sys
 
+import pytest
+
 import dsv4_jax as ds
 from dsv4_jax.serving.device import engine_arrays
-from helpers.serving import SIZES, one_layer
+from helpers.serving import single_steps
+
+pytestmark = pytest.mark.unoptimised
 
 PACKAGE = str(pathlib.Path(ds.__file__).parent)
 CALLS, FRAMES = 100, 8
@@ -19,8 +23,7 @@ CALLS, FRAMES = 100, 8
 @functools.cache
 def decoding_engine():
     """In which all requests decode, far from the ends of blocks, with a step in flight."""
-    sizes = {"draft_tokens": 0, "decode_tokens": None, "cache_format": "f32"}
-    engine = ds.Engine(*one_layer(), **(SIZES | sizes))
+    engine = single_steps()
     for seed in range(3):
         engine.submit([1 + seed], max_new_tokens=100, stop_token_ids=(), seed=seed)
     for _ in range(6):

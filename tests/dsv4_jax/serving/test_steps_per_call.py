@@ -3,41 +3,21 @@
 Engines have the step that only decodes, beside that of prompts, and a cache in f32.
 """
 
-import dataclasses
 import functools
 
 import jax
 import numpy as np
 import pytest
 
-import dsv4_jax as ds
 from dsv4_jax.serving.device import engine_arrays
 from dsv4_jax.serving.schedule.scheduler import plan_decoding
-from helpers import serving, slow
+from helpers import slow
 from helpers.engine_life import Life
-from helpers.serving import limit, prompt, run_to_end, same_tokens
+from helpers.serving import engine_of_calls, limit, prompt, run_to_end, same_tokens, single_steps
 
 pytestmark = pytest.mark.unoptimised
 
-SIZES = serving.SIZES | {"draft_tokens": 0, "decode_tokens": None, "cache_format": "f32"}
 LONG = {"max_new_tokens": 61, "stop_token_ids": ()}
-
-
-@functools.cache
-def model():
-    return serving.one_layer()
-
-
-def make_engine(steps_per_call=4, **changes):
-    return ds.Engine(*model(), steps_per_call=steps_per_call, **(SIZES | changes))
-
-
-def single_steps(**changes):
-    """An engine whose calls make one step each, with the programs of the others."""
-    engine = make_engine(**changes)
-    loop = engine.loop
-    loop._options = dataclasses.replace(loop._options, steps_per_call=1)
-    return engine
 
 
 @functools.cache
@@ -66,7 +46,7 @@ def calls_of(engine, monkeypatch):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_tokens_are_those_of_single_steps(overlap, monkeypatch):
     """Requests of several lengths, greedy and sampled, that come and end at different times."""
-    engine, rng = make_engine(overlap=overlap, debug=not overlap), np.random.default_rng(0)
+    engine, rng = engine_of_calls(overlap=overlap, debug=not overlap), np.random.default_rng(0)
     made = calls_of(engine, monkeypatch)
     texts = [prompt(rng, int(length)) for length in (3, 150, 40, 127, 5, 61)]
     settings = [
@@ -86,14 +66,14 @@ def test_an_engine_of_single_steps_gives_the_same_tokens():
     """Its programs are others, which hold what one step draws alone."""
     text = prompt(np.random.default_rng(9), 140)
     for settings in (LONG, LONG | {"seed": 1, "temperature": 1.0}):
-        held, own = one_step_engine(), make_engine(1, overlap=False)
+        held, own = one_step_engine(), engine_of_calls(1, overlap=False)
         one, other = (run_to_end(e, e.submit(text, **settings))[0] for e in (held, own))
         same_tokens(one, other)
 
 
 def test_a_lone_request_takes_whole_calls_once_it_stands_at_a_block(monkeypatch):
     """Its first block ends 125 tokens after its prompt; then calls of four fill the others."""
-    engine = make_engine(overlap=False)
+    engine = engine_of_calls(overlap=False)
     made = calls_of(engine, monkeypatch)
     text = prompt(np.random.default_rng(1), 3)
     [found] = run_to_end(engine, engine.submit(text, **LONG | {"max_new_tokens": 300}))
@@ -108,7 +88,7 @@ def test_a_lone_request_takes_whole_calls_once_it_stands_at_a_block(monkeypatch)
 
 @pytest.mark.parametrize("overlap", slow.all_but([True], [False, True]))
 def test_without_snapshots_a_call_goes_on_into_the_next_block(overlap, monkeypatch):
-    engine = limit(make_engine(overlap=overlap), num_snapshots=0)
+    engine = limit(engine_of_calls(overlap=overlap), num_snapshots=0)
     made = calls_of(engine, monkeypatch)
     text = prompt(np.random.default_rng(8), 2)  # a call begins at 126 tokens and ends at 130
     [found] = run_to_end(engine, engine.submit(text, **LONG | {"max_new_tokens": 301}))
@@ -121,7 +101,7 @@ def test_without_snapshots_a_call_goes_on_into_the_next_block(overlap, monkeypat
 def test_every_block_that_is_filled_can_be_resumed(overlap):
     """Snapshots are those of single steps."""
     text, hits = prompt(np.random.default_rng(2), 30), []
-    for engine in (make_engine(overlap=overlap), single_steps(overlap=overlap)):
+    for engine in (engine_of_calls(overlap=overlap), single_steps(overlap=overlap)):
         [found] = run_to_end(engine, engine.submit(text, **LONG | {"max_new_tokens": 400}))
         for length in (130, 300, 420):
             known = [*text, *found.token_ids][:length]
@@ -150,7 +130,7 @@ def test_a_stop_token_in_the_middle_of_a_call_ends_a_request(monkeypatch):
 
 @functools.cache
 def stops_engine():
-    return make_engine(debug=True)
+    return engine_of_calls(debug=True)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +183,7 @@ def test_a_call_of_several_steps_is_worth_it(most, steps):
 
 
 def test_nothing_compiles_after_warmup():
-    engine = make_engine()
+    engine = engine_of_calls()
     names = [name for name, _ in engine.warmup()]
     assert "4 decode steps of 4 tokens" in names
     before = engine.metrics.compiles
@@ -214,7 +194,7 @@ def test_nothing_compiles_after_warmup():
 
 def test_inputs_that_stay_are_not_brought_again_and_none_moves(monkeypatch):
     """A CUDA graph is written anew where an array has moved."""
-    engine, calls = make_engine(), []
+    engine, calls = engine_of_calls(), []
     step = engine_arrays.jit_plain_decode_steps
 
     def note(*arrays, **static):
@@ -248,7 +228,7 @@ class CloseLife(Life):
 @pytest.mark.parametrize(("seed", "scarce"), slow.all_but([(1, True)], [(0, False), (1, True)]))
 def test_whatever_happens_a_request_gets_what_it_gets_alone(seed, scarce):
     """Arrivals, forks, preemptions, cancellations and hits at random, in calls of four steps."""
-    engine = limit(make_engine(), num_blocks=4) if scarce else make_engine(debug=True)
+    engine = limit(engine_of_calls(), num_blocks=4) if scarce else engine_of_calls(debug=True)
     life = CloseLife(engine, seed, plain=without_sharing())
     for _ in range(120):
         life.event()
@@ -261,10 +241,10 @@ def test_whatever_happens_a_request_gets_what_it_gets_alone(seed, scarce):
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_it_needs_steps_that_only_decode(drafts):
     with pytest.raises(ValueError, match=r"steps_per_call=4 needs .* decode_tokens=24; leave one"):
-        make_engine(decode_tokens=24, draft_tokens=drafts)
+        engine_of_calls(decode_tokens=24, draft_tokens=drafts)
 
 
 @pytest.mark.parametrize("steps", [0, -1, 65, 2.0, True, "4"])
 def test_steps_per_call_is_checked(steps):
     with pytest.raises(ValueError, match="steps_per_call must be"):
-        make_engine(steps)
+        engine_of_calls(steps)
