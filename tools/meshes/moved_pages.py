@@ -127,9 +127,10 @@ def look(mesh, number, *, is_split, lost):
     if number:
         pools.follow()
         return {}
-    found = {of: _Moved(pools, of).look(lost=lost) for of in NUM_ROWS}
-    pools.stop()
-    return found
+    try:
+        return {of: _Moved(pools, of).look(lost=lost) for of in NUM_ROWS}
+    finally:
+        pools.stop()  # else the others would wait
 
 
 class _Moved:
