@@ -33,7 +33,7 @@ USUAL = {
     ),
     "sm_100a": (),
 }
-"""Of the kernels with most registers and shared memory one case each; `-m slow` has all others."""
+"""Of the two kernels with most registers and shared memory one case each; `-m slow` has all."""
 each_target = pytest.mark.parametrize("target", aot.TARGETS)
 usually_one_target = pytest.mark.parametrize("target", slow.all_but(["sm_90a"], aot.TARGETS))
 
