@@ -164,14 +164,6 @@ class BlockPool:
         for block in freed:
             self.free_of_part[block // self._size].append(block)
 
-    def drop(self, block: int) -> None:
-        """One owner less; a block without any is free."""
-        assert self.owners[block] > 0
-        self.owners[block] -= 1
-        if not self.owners[block]:
-            self.free_of_part[block // self._size].append(block)
-            self.freed.add(block)
-
     def evict(self, num_blocks: int, room: Room | None = None) -> int:
         """Frees up to so many blocks of cached prefixes, least recently used first.
 

@@ -170,7 +170,7 @@ class PrefixCache:
             elif not node.users and node.block != block:
                 # Nobody reads the older copy of the same tokens: keep the one in use.
                 old, node.block = node.block, self._blocks.hold(block)
-                self._blocks.drop(old)
+                self._blocks.drop_all(np.array([old], np.int32))
             self.tree.use(node)
             prefix.chain.append(node)
 
