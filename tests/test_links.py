@@ -26,7 +26,11 @@ FOLDERS = (
     "notebooks",
     "findings",
 )
-SOURCES = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.*")]
+PATHS = "".join(
+    f"/{path.relative_to(ROOT).as_posix()}\n"
+    for folder in FOLDERS
+    for path in ROOT.glob(f"{folder}/**/*.*")
+)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:\w+/)+\w+\.(?:py|md|json|ipynb))`")
 OF_OTHERS = {"CHANGELOG.md", "deepseek_v4.md", "known_bugs.md", "original_cache.md"}
@@ -64,9 +68,8 @@ def test_a_link_that_leads_nowhere_is_seen(tmp_path):
 
 def absent(text):
     """Files that a text names by their folders, from any folder on, and that are nowhere."""
-    paths = [f"/{path.relative_to(ROOT).as_posix()}" for path in SOURCES]
     for name in NAMED.findall(text):
-        if not any(path.endswith(f"/{name}") for path in paths):
+        if f"/{name}\n" not in PATHS:
             yield name
 
 

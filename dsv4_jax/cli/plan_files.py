@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 
 from dsv4_jax.checkpoint.find import SHIPPED, find_checkpoint
@@ -86,6 +87,7 @@ def count_files(
     return found.config, _count(found)
 
 
+@functools.cache
 def _count_release(config: DSV4Config, whole: DSV4Config) -> Files | None:
     """The files of a release with DSpark stages, of which those of `config` are loaded."""
     if whole.dspark is None:

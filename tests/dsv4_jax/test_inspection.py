@@ -43,6 +43,7 @@ def filled(cache_format="f32"):
     return params, cache, tokens
 
 
+@pytest.mark.slow
 def test_a_request_is_read_as_it_was_written():
     """Row by row what the format stores; where nothing is, NaN."""
     _, exact, _ = filled()

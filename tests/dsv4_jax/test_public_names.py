@@ -95,6 +95,7 @@ def test_the_import_is_quick_and_starts_nothing():
     assert run(code) == []
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_imports_no_server_and_listens_to_nothing():
     """Steps need neither metrics, text nor files; compiles are counted once an engine is built."""
     used = "ds.init_cache, ds.StepInput, ds.jit_prefill, ds.jit_decode_loop, ds.forward, ds.sample"

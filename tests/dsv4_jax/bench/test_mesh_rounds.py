@@ -48,6 +48,7 @@ def test_each_data_shard_has_the_requests_of_one_device():
         assert all_shards.sharding.shard_shape(all_shards.shape) == one.shape
 
 
+@pytest.mark.slow
 def test_a_round_on_a_mesh_gives_what_the_next_one_is_given():
     case, alone = on_mesh(2, 2, batch=4), RoundCase(batch=4, **SIZES)
     params = param_shapes_on(case.mesh, TINY, weights="bfloat16", peers=None)

@@ -46,6 +46,7 @@ def test_stages_have_routers_of_their_own_experts():
     assert jax.tree.map(jnp.shape, found.mtp) == jax.tree.map(jnp.shape, shapes.mtp)
 
 
+@pytest.mark.slow
 def test_dense_leaves_are_drawn_alike_beside_quantised_ones():
     dense = dict(walk_weights(random_params(serving.CONFIG)))
     found = {path: w for path, w in walk_weights(released()) if not is_quantized(w)}

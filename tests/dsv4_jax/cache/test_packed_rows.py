@@ -19,6 +19,7 @@ from pallas_kernels.pack_rows import triton_gpu
 TESTS = pathlib.Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

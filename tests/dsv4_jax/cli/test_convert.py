@@ -104,6 +104,7 @@ def test_a_dense_checkpoint_in_released_formats(dense, released):
     assert stored["layers.0.attn.wo_b.scale"][:2] == ("F8_E8M0", (2, 1))
 
 
+@pytest.mark.slow
 def test_what_was_written_is_what_saving_writes(released, tmp_path):
     ds.save_checkpoint(CONFIG, load(released), tmp_path)
     written = read_tensors(tmp_path / "model.safetensors")

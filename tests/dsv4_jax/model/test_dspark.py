@@ -162,6 +162,7 @@ def propose(case, anchor, how=Reading()):
     return hidden, np.stack(logits), guesses, np.array(confidences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", slow.all_but([0], range(len(DRAFT.target_layers))))
 def test_means_are_those_of_the_streams_after_the_target_layers(case, number):
     """The streams of a trunk that ends at the target, averaged."""

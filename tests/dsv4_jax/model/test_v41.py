@@ -67,6 +67,7 @@ def case(request):
     return config, params, found, capture.by_layer(capture.capture(run, params))
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_the_oracle(case):
     _, _, wanted, found = case
     np.testing.assert_allclose(found["logits"], wanted["logits"], rtol=0, atol=1e-4)

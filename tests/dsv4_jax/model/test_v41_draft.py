@@ -15,6 +15,7 @@ jit_entries = jax.jit(dspark_sequence.context_entries, static_argnames=("config"
 jit_guess = jax.jit(dspark_sequence.guess_block, static_argnames=("config", "fmt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cache_format"),
     [("tiny", "f32"), pytest.param("tiny_cache", "fp4_e4m3", marks=pytest.mark.slow)],

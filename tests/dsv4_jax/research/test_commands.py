@@ -131,6 +131,7 @@ def test_an_evaluation_goes_on_where_it_was_stopped(checkpoint, folder, capsys, 
     assert asked[5:] == ["none (1 of 2)", "bf16 (2 of 2)"]
 
 
+@pytest.mark.slow
 def test_the_tables_count_their_measurements(checkpoint, capsys, monkeypatch):
     asked = []
 

@@ -225,6 +225,7 @@ def test_several_answers_of_a_chat(ask, other_engine, tokenizer):
     assert usage.completion_tokens == done.usage.completion_tokens
 
 
+@pytest.mark.slow
 def test_a_tool_is_called(ask, says):
     tools = [{"type": "function", "function": TOOL}]
     asked = {"model": MODEL, "messages": HI, "tools": tools, "extra_body": PLAIN}

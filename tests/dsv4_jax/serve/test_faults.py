@@ -234,6 +234,7 @@ def test_keys(other_engine, caplog):
         assert hits[1] > 0
 
 
+@pytest.mark.slow
 def test_what_keeps_prefixes_of_keys_apart_is_the_same_in_the_next_process():
     """So that it finds them on a disk; and it is not the key."""
     assert salt_of("sk-first") == (

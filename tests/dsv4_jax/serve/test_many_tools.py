@@ -26,6 +26,7 @@ DEEP = {
 LONG = {"type": "object", "properties": {"a": {"enum": ["x" * 2**16]}}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schema", [described(2**17), DEEP, LONG], ids=["described", "deep", "long"]
 )

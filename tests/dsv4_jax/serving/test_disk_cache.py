@@ -145,6 +145,7 @@ def test_after_a_call_that_raised_the_disk_is_what_it_was(build, monkeypatch):
     assert (done, engine.metrics.disk_hit_tokens) == (wanted, 256)
 
 
+@pytest.mark.slow
 def test_engines_of_other_weights_models_and_formats_find_nothing():
     config, params = serving.one_layer()
     sizes = {"max_requests": 1, "max_context_tokens": 8}

@@ -12,7 +12,7 @@ from dsv4_jax.serving import Grammar
 from helpers import failing_grammars, slow
 from helpers.serving import BUCKET, SIZES, byte_tokenizer, one_layer, run_to_end
 
-pytestmark = pytest.mark.unoptimised
+pytestmark = [pytest.mark.unoptimised, pytest.mark.slow]
 
 END, VOCAB = 257, 260
 OPEN = {"max_new_tokens": 12, "stop_token_ids": ()}

@@ -364,6 +364,7 @@ def submit_short(engine):
     return [engine.submit([60 + number], **each) for number, each in enumerate(asked)]
 
 
+@pytest.mark.slow
 def test_a_real_step_in_two_programs_draws_what_one_draws(monkeypatch):
     """To the bit, log-probabilities too."""
     done = []
@@ -376,6 +377,7 @@ def test_a_real_step_in_two_programs_draws_what_one_draws(monkeypatch):
     assert done[0] == done[1]
 
 
+@pytest.mark.slow
 def test_nothing_that_the_two_programs_are_given_moves(monkeypatch):
     """XLA rewrites a CUDA graph where an array of it has moved. Logits are let go of in time."""
     engine, places = make_engine(), collections.defaultdict(set)

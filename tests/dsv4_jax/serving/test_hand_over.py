@@ -58,6 +58,7 @@ class Lives:
             life.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scarce", "seed", "count"),
     [
@@ -328,6 +329,7 @@ def test_a_request_that_ends_while_it_waits_lets_its_rows_go():
     engine.cancel(request_id)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cache_format", slow.all_but(["fp8_ue8m0"], ["f32", "bf16", "fp8_ue8m0", "fp8_per_entry"])
 )

@@ -43,7 +43,7 @@ def calls_of(engine, monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", slow.all_but([True], [False, True]))
 def test_tokens_are_those_of_single_steps(overlap, monkeypatch):
     """Requests of several lengths, greedy and sampled, that come and end at different times."""
     engine, rng = engine_of_calls(overlap=overlap, debug=not overlap), np.random.default_rng(0)
@@ -86,6 +86,7 @@ def test_a_lone_request_takes_whole_calls_once_it_stands_at_a_block(monkeypatch)
     assert engine.metrics.step_calls == 1 + len(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", slow.all_but([True], [False, True]))
 def test_without_snapshots_a_call_goes_on_into_the_next_block(overlap, monkeypatch):
     engine = limit(engine_of_calls(overlap=overlap), num_snapshots=0)
@@ -97,6 +98,7 @@ def test_without_snapshots_a_call_goes_on_into_the_next_block(overlap, monkeypat
     same_tokens(found, run_to_end(plain, plain.submit(text, **LONG | {"max_new_tokens": 301}))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", slow.all_but([True], [False, True]))
 def test_every_block_that_is_filled_can_be_resumed(overlap):
     """Snapshots are those of single steps."""
@@ -225,6 +227,7 @@ class CloseLife(Life):
             np.testing.assert_allclose(one.logprob, other.logprob, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "scarce"), slow.all_but([(1, True)], [(0, False), (1, True)]))
 def test_whatever_happens_a_request_gets_what_it_gets_alone(seed, scarce):
     """Arrivals, forks, preemptions, cancellations and hits at random, in calls of four steps."""

@@ -74,6 +74,7 @@ def counting():
 PROMPTS = np.array([[0, 1, 2], [5, 5, 5]], np.int32)
 
 
+@pytest.mark.slow
 def test_drafts_are_kept_as_far_as_the_trunk_says_the_same(counting):
     """Of the first prompt: 3, then 4 5 6 7 | 8, then 9 to 13 | 14, 15 to 3 | 4, 5 6 7 | 8.
 

@@ -51,6 +51,7 @@ def test_the_shipped_model_gets_three_stages_in_the_place_of_its_block():
     assert dataclasses.replace(config, dspark=None, num_mtp_layers=1) == shipped_config()
 
 
+@pytest.mark.slow
 def test_stages_start_as_the_block_of_the_trunk():
     params = ds.init_params(TRUNK, jax.random.key(0), jnp.bfloat16)
     stages = starting_stages(CONFIG, params, jax.random.key(1))

@@ -190,6 +190,7 @@ def test_queries_of_any_number_of_heads_and_dims(lane, num_heads, dim):
     assert_same_but_for_roundings({("queries", 0): actual}, {("queries", 0): expected})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "op", slow.all_but(["encode_tokens"], ["encode_tokens", "append_and_flush"])
 )

@@ -19,6 +19,7 @@ from pallas_kernels.product import BLACKWELL, HOPPER, Tiling, call_shapes, plan,
 pytestmark = pytest.mark.unoptimised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "activations"),
     slow.all_but(

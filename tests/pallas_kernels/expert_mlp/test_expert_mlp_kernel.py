@@ -68,6 +68,7 @@ def close(lane, found, expected):
     np.testing.assert_allclose(found, expected, atol=BOUND[lane] * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_tokens"), slow.all_but([("none", 5)], [("none", 5), ("random", 1), ("none", 12)])
 )

@@ -117,6 +117,7 @@ def test_a_transposed_comb_would_be_seen():
         assert_close(actual._replace(comb=actual.comb.mT), expected, jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shifted", slow.all_but([True], [False, True]))
 def test_two_launches_of_many_tokens_do_what_two_programs_do(lane, shifted):
     """On a GPU but for the order in which parts of the products are added."""

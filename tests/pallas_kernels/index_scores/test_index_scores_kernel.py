@@ -107,6 +107,7 @@ def test_fewer_heads_of_v41_s_keys(lane, num_heads):
     assert max(e.max(initial=0) for e in errors(arguments, keys, halved)) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0"], FORMATS))
 def test_blackwell_s_tensor_cores_give_the_same(name):
     """In the interpreter alone: no card of that kind has been here."""

@@ -72,6 +72,7 @@ def test_arguments_are_checked():
         joined_linears(x, weights, biases[:1], positions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_rows", "activations", "scale", "block"),
     slow.all_but(

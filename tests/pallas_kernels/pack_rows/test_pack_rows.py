@@ -157,8 +157,16 @@ def small_tiles(monkeypatch):
     jax.clear_caches()
 
 
-USUAL = [("all groups", 4), ("one", 64)]
-CASES = [*USUAL, ("blocks", 1), ("V4.1", 4), ("V4.1", 1), ("blocks", 16), ("V4.1", 64)]
+USUAL = [("one", 64)]
+CASES = [
+    *USUAL,
+    ("all groups", 4),
+    ("blocks", 1),
+    ("V4.1", 4),
+    ("V4.1", 1),
+    ("blocks", 16),
+    ("V4.1", 64),
+]
 
 
 @pytest.mark.parametrize(("name", "count"), slow.all_but(USUAL, CASES))

@@ -35,6 +35,7 @@ def draw(dim):
     return x, jnp.asarray(rng.integers(0, NUM_ROWS, PICKED), jnp.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "activations", "dim"),
     slow.all_but(

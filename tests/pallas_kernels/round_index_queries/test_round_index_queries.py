@@ -121,6 +121,7 @@ def adversarial(key):
     return np.stack(list(rows.values()))
 
 
+@pytest.mark.slow
 @each_key_and_dtype
 def test_ties_zeros_and_extremes_are_rounded_to_the_bit(lane, key, dtype):
     """At position 0 nothing rotates, so that a GPU has no sine to differ in."""

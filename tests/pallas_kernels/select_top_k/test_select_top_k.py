@@ -108,6 +108,7 @@ def test_every_pattern_in_one_launch(lane, backend, k):
     check(stack(rows.values()), visible, k, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize(
     ("num_entries", "num_launches"), slow.all_but([(700, 2)], [(700, 2), (2100, 3)])

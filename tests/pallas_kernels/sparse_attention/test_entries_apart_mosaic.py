@@ -47,6 +47,7 @@ def attend(case, *arguments, **changes):
     return case.attend(*arguments, backend="mosaic_gpu", apart=True, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow.all_but(["fp4_e4m3"], FORMATS))
 @pytest.mark.usefixtures("kernel")
 def test_the_kernel_is_the_oracle_in_every_format(split_into, name):

@@ -10,6 +10,7 @@ ROW = 39
 """Bytes: three layers of five, and two of three numbers."""
 
 
+@pytest.mark.slow
 def test_each_process_keeps_its_part_and_all_go_on_with_what_all_have():
     """Rows come back where they belong, on the data shard that they left and on the other.
 
