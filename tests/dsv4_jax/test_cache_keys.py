@@ -87,6 +87,7 @@ def test_another_folder_and_other_lines_change_no_key(tmp_path):
     assert len(set(first["ours"].values())) == len(SOME)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "module", "constant", "other"),
     slow.all_but(CONSTANTS[1:], CONSTANTS),

@@ -53,6 +53,7 @@ def test_what_racecheck_has_to_find_can_still_be_planted():
     assert (given == expected).all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.11 prints a race and goes on")
 def test_the_interpreter_sees_a_race_where_nobody_waits():
     """As racecheck does not: so the others of these calls have none."""

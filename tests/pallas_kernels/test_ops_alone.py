@@ -27,6 +27,7 @@ BLOCKED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_jax_and_numpy_are_enough():
     done = subprocess.run(
         [sys.executable, "-c", ALONE.format(blocked=BLOCKED)],

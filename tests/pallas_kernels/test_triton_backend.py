@@ -62,6 +62,7 @@ def test_each_way_of_naming_it_is_seen(line):
     assert not names_the_backend("from pallas_kernels.gpu import triton")
 
 
+@pytest.mark.slow
 def test_all_other_modules_are_imported_without_it():
     script = WITHOUT_THE_BACKEND.format(backends=BACKENDS)
     command = [sys.executable, "-c", script]

@@ -59,6 +59,7 @@ def test_lengths_and_tables_are_consistent():
     assert not np.array_equal(cache.block_table.reshape(-1), blocks), "blocks lie anywhere"
 
 
+@pytest.mark.slow
 def test_dealt_blocks_are_those_of_each_device_in_turn():
     """Five blocks over two devices: three of each request on a device, one of them spare."""
     config = ds.DSV4Config.tiny()

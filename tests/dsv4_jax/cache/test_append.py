@@ -130,6 +130,7 @@ def test_queries_of_many_tokens_are_normed_where_they_attend(monkeypatch, kind):
         np.testing.assert_array_equal(attended, expected)
 
 
+@pytest.mark.slow
 def test_index_queries_meet_keys_of_their_format():
     """Rotated by their positions, rounded as keys are, and not taken where they are not given."""
     cache, (tokens, norms) = make("fp8_ue8m0"), draw("csa", 0)

@@ -184,6 +184,7 @@ def test_exactly_the_closed_windows_are_written(attn, cache_format):
         assert written == expected, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attn", ["csa", "hca"])
 def test_nothing_is_written_where_nothing_closes(attn):
     cache = poison(make())
@@ -207,6 +208,7 @@ def given_handle(attn):
     return jax.jit(write, static_argnames="attn")(attn, make(), CALL, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attn", slow.all_but(["csa"], ["csa", "hca"]))
 def test_the_layers_own_schema_is_taken(attn):
     """The one that `build_schema` gives for the layer, as well as the handle's."""

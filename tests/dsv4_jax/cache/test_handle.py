@@ -278,6 +278,7 @@ def test_no_two_tokens_of_a_call_race_for_one_ring_row(layer_idx, monkeypatch):
     assert written_rows == [(size, size + 2) for size in rings]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache_format", "fp8", "inv_scale", "fp4", "scale", "global_scale"),
     slow.all_but(

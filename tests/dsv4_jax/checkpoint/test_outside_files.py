@@ -209,6 +209,7 @@ def test_a_long_path_is_cut_in_errors(tmp_path):
 # Headers.
 
 
+@pytest.mark.slow
 def test_a_header_of_more_tensors_than_a_model_has_is_not_parsed(tmp_path, monkeypatch):
     count = MAX_TENSORS + 1
     text = b",".join(b'"%d":%s' % (i, json.dumps(entry(0, 0, (0,))).encode()) for i in range(count))

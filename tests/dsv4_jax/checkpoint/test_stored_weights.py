@@ -143,6 +143,7 @@ def quantised():
     return config, quantize_params(config, ds.init_params(config, jax.random.key(0), jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_what_we_quantise_loads_as_it_was(tmp_path, quantised):
     config, params = quantised
     ds.save_checkpoint(config, params, tmp_path)

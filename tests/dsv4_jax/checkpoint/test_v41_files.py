@@ -242,6 +242,7 @@ def test_scales_of_other_blocks_and_tables_that_do_not_fit_are_refused(tmp_path)
     assert problems_of(folder) == [f"wrong dtype: {table}, which is int32"]
 
 
+@pytest.mark.slow
 def test_tables_need_the_tokenizer_of_the_model(tmp_path):
     folder, _ = v41.write_released(tmp_path)
     (folder / "tokenizer.json").write_text(v41.tokenizer_json(120))
@@ -262,6 +263,7 @@ def test_parameters_without_their_tables_are_not_saved(tmp_path):
         ds.save_checkpoint(config, dataclasses.replace(params, engram=None), tmp_path / "saved")
 
 
+@pytest.mark.slow
 def test_a_model_without_tables_needs_no_tokenizer(tmp_path):
     folder, _ = v41.write_released(tmp_path, engram_layer_ids=[])
     with warnings.catch_warnings():

@@ -52,6 +52,7 @@ def test_scales_that_damage(scale, bad):
     assert find_bad_scales(pairs, scale)[0] == bad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", slow.all_but([0, 254], [0, 1, 254]))
 def test_zeros_of_fp4_load_with_any_code(tmp_path, recwarn, code):
     tensors = released_tensors(TRUNK)

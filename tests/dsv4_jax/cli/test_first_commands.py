@@ -193,6 +193,7 @@ def test_help_describes_every_option_and_shows_its_default(command):
         assert "PosixPath" not in shown
 
 
+@pytest.mark.slow
 def test_a_command_imports_no_other():
     """Help comes at once, and a command does not wait for what it does not run."""
     code = (

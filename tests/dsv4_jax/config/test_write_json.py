@@ -96,6 +96,7 @@ def test_written_config_reads_back(config):
     assert through_json(config) == config
 
 
+@pytest.mark.slow
 def test_every_rope_dim_reads_back():
     """Readers truncate head_dim * partial_rotary_factor, and 44 * (30 / 44) is below 30."""
     for head_dim in range(3, 260):

@@ -38,6 +38,7 @@ def selection(scores, visible):
     )
 
 
+@pytest.mark.slow
 def test_entries_above_the_mean_of_those_that_are_visible(page):
     given = selection([1, 5, 3, 4, 900, jnp.nan], visible=4)
     assert page["above_the_mean"](given)[0, 0].tolist() == [False, True, False, True, False, False]
@@ -58,6 +59,7 @@ def test_a_plain_mean_is_that_of_a_window(page):
     np.testing.assert_allclose((weights * pooled.values).sum(0), values.mean(0), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_sampler_draws_within_one_standard_deviation(page):
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(64, 50)), jnp.float32)
     sampling = ds.make_sampling(64, temperature=50.0)

@@ -214,6 +214,7 @@ def texts_of(answer, stream):
     return "".join(event["choices"][0]["text"] for event in events if event["choices"])
 
 
+@pytest.mark.slow
 def test_an_answer_that_begins_byte_by_byte_is_the_same(other_engine, monkeypatch):
     """One that takes longer than all of the first bytes, of whatever status."""
     monkeypatch.setattr(half_closed, "_FIRST_WAIT_S", 0.0005)  # 0.13 s for all

@@ -324,6 +324,7 @@ def test_a_tool_that_must_be_called_is(ask):
     assert type(found["hot"]) is bool
 
 
+@pytest.mark.slow
 def test_a_message_whose_tool_must_be_called(server):
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
     with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as claude:

@@ -289,6 +289,7 @@ def test_an_answer_whose_grammar_fails_ends_alone(server, engine, monkeypatch, a
     assert engine.metrics.used_blocks == 0
 
 
+@pytest.mark.slow
 def test_health_is_answered_while_a_form_is_compiled(server):
     """The thread that compiles gives Python's lock back, and so does reading its schema."""
     with concurrent.futures.ThreadPoolExecutor(1) as threads:

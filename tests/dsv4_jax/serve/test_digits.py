@@ -150,6 +150,7 @@ def released_tokenizer():
     return Tokenizer.from_str(file.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", [v4_tokenizer, released_tokenizer])
 def test_parts_encode_as_the_library_encodes_the_whole(tokenizer):
     """The way of prompts with long numbers gives what the library gives for others."""

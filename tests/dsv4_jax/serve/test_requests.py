@@ -322,6 +322,7 @@ def test_a_tokenizer_without_chat_tokens_refuses_conversations(path):
         assert fine.status_code == 200
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_tokenizer_has_no_conversations():
     reader = Conversations(ServeSettings(model_name=MODEL), None, 4096)
     with pytest.raises(ApiError, match="no tokenizer"):

@@ -60,6 +60,7 @@ THINKING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", THINKING)
 def test_reasoning_holds_no_tags_of_calls(answers, name):
     """A parser takes calls from reasoning too; what follows `</think>` would come too late."""
@@ -284,6 +285,7 @@ def test_a_class_that_refers_to_itself(answers):
         assert not answers.allows(body, good.replace("3", '"x"'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", slow.all_but([Everything], [Everything, Node, Part]))
 def test_what_is_drawn_by_chance_is_of_the_class(bytes_alone, model):
     """Through the parser of calls, as the client reads it."""

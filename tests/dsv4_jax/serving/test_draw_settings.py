@@ -62,6 +62,7 @@ def test_settings_hold_beside_others_with_drafts_preemption_and_forks(alone):
     assert engine.metrics.preempted == 2
 
 
+@pytest.mark.slow
 def test_what_is_drawn_is_the_best_after_penalties_and_bias(alone):
     """Greedy rows, from the log-probabilities that they came with."""
     drawn, moved = [], 0

@@ -43,6 +43,7 @@ def test_an_idle_engine_holds_nothing(engine):
     assert json.loads(json.dumps(state)) == state
 
 
+@pytest.mark.slow
 def test_requests_their_blocks_and_shared_prefixes(engine):
     """Two of one prompt, one of another, and more than there are slots for."""
     first = submit(engine, 300)

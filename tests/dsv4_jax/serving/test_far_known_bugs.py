@@ -131,6 +131,7 @@ def test_what_was_written_to_the_host_is_found_again_on_its_return():
     assert engine.metrics.host_hit_tokens >= 4 * 256
 
 
+@pytest.mark.slow
 def test_a_request_that_is_cancelled_while_its_copies_come_leaves_nothing_held(monkeypatch):
     """LMCache 2559 and SGLang 37103: an aborted load kept its pages, or let them go twice."""
     engine = make_engine(host_cache_bytes=10**6)

@@ -89,6 +89,7 @@ def test_an_answer_follows_its_grammar_and_ends_with_it(alone, number):
     assert follows(number, alone[number].text)
 
 
+@pytest.mark.slow
 def test_neighbours_drafts_preemption_and_forks_change_nothing(alone):
     """Drafts are what was drawn alone, or tokens that the grammar refuses."""
     engine = make_engine()

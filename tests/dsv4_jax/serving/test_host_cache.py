@@ -187,6 +187,7 @@ def test_others_run_while_a_copy_is_on_its_way(monkeypatch):
     check(engine)
 
 
+@pytest.mark.slow
 def test_copies_on_their_way_back_are_bounded_however_many_wait_for_them(monkeypatch):
     """They are memory of the device; who waits gets them in turn, and nothing is computed again."""
     engine = make_engine(host_cache_bytes=10**6)

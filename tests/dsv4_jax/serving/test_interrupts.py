@@ -102,6 +102,7 @@ FILES_OF_A_STEP = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "every"),
     [

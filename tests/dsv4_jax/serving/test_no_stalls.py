@@ -109,6 +109,7 @@ def test_random_traffic_has_no_stalls():
     assert times.first_s(0.99) < 2
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_again():
     """Times are measured, and what was measured is the simulation's own."""
     requests, arrivals = random_traffic(20, 3, 4)
@@ -133,6 +134,7 @@ def answers_of(engine):
     return [one.token_ids for one in run_to_end(engine, first, *others)]
 
 
+@pytest.mark.slow
 def test_with_one_size_answers_are_the_same_to_the_bit_whatever_steps_take():
     """Every step is long then, and waits for the one before it."""
     bounded, free = make_engine(max_step_ms=1), make_engine()

@@ -107,6 +107,7 @@ def test_steps_that_hold_prompts_take_the_prefill_form(
     assert calls.forms[4:] == [(is_lean, in_decode)] * 2
 
 
+@pytest.mark.slow
 def test_each_form_of_a_size_is_compiled_before_serving():
     def names(**options):
         engine, calls = engine_of(**options)

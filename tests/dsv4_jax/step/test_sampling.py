@@ -128,6 +128,7 @@ def test_one_token_is_always_left():
     assert set(draws(top_p=1e-46)) == {4}  # 0 in float32
 
 
+@pytest.mark.slow
 def test_noise_comes_from_seed_and_position_alone():
     """The same row elsewhere in a batch, beside other rows with other settings."""
     rng = np.random.default_rng(0)

@@ -263,6 +263,7 @@ def accept_too_often(logits, token_ids, positions, num_checked, sampling, counts
 CHI_SQUARED_35 = 66.6  # exceeded once in a thousand times with 35 degrees of freedom
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", slow.all_but([0.7], [0.7, 1.0]))
 def test_sampled_tokens_keep_their_distribution(temperature):
     statistic, acceptance = draws(verify_drafts, temperature)

@@ -95,6 +95,7 @@ def test_a_checkpoint_is_saved_from_stacked_layers(model, tmp_path):
         ds.save_checkpoint(config, ds.unstack_layers(params), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unroll", [False, True])
 def test_an_engine_takes_layers_as_they_serve_it_best(model, monkeypatch, unroll):
     """On a GPU each has arrays of its own unless told otherwise; elsewhere they stay stacked."""

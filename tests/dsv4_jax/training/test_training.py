@@ -137,6 +137,7 @@ def test_the_indexer_learns_from_its_own_loss_alone_and_nothing_else_from_it(den
     assert max(outside) > 0
 
 
+@pytest.mark.slow
 def test_selectors_take_as_many_as_the_indexer_or_all():
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 8)), jnp.float32)
     visible = jnp.asarray([0, 1, 3, 4, 6, 8])

@@ -181,6 +181,7 @@ def test_tokens_are_normed_then_rotated_then_encoded(name):
     assert np.mean(np.abs(found - expected) > 2.0**-18) <= 0.02
 
 
+@pytest.mark.slow
 def test_a_token_is_encoded_alike_in_any_company():
     rng, codec = np.random.default_rng(1), get_cache_format("f32").entry
     heads = jnp.asarray(rng.normal(size=(33, 3, C)), jnp.float32)

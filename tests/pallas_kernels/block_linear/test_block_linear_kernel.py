@@ -100,6 +100,7 @@ def test_many_rows_as_they_are_are_multiplied_by_xla(lane):
     assert not decoded.suits([of_any_scale], x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("picked", slow.all_but([True], [False, True]))
 def test_many_rows_are_rounded_as_the_definition_has_it(lane, picked):
     """Whose programs take twice the groups; 10 are no multiple of those."""
@@ -114,6 +115,7 @@ def test_many_rows_are_rounded_as_the_definition_has_it(lane, picked):
     np.testing.assert_array_equal(found.scale[0].T, numbers.decode_ue8m0(expected.scale))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_used", slow.all_but([6], [0, 6]))
 def test_rows_that_nobody_reads_are_not_rounded(lane, num_used):
     """But for those that share a program with one that is read; the others are as they were."""
@@ -413,6 +415,7 @@ def weight_stack(weight):
     return jax.tree.map(lambda leaf: np.asarray(leaf)[None], weight)
 
 
+@pytest.mark.slow
 def test_a_nan_stays_in_its_row(lane):
     weight = weight_stack(make("mxfp4", (128, 256)))
     x = normal(1, 4, 256)

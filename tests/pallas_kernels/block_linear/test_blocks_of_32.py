@@ -33,6 +33,7 @@ def test_products_are_the_reference_s(lane, num_rows, activations):
         close(found, multiply(x, wrong, dtype=jnp.float32, backend="reference"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_rows", "splits"), slow.all_but([(2, 3)], [(2, 3), (20, 1)]))
 def test_inputs_may_end_within_a_run(lane, monkeypatch, num_rows, splits):
     """As a device's part of a shared expert does: 2,304 of four devices are 4.5 runs each.
@@ -116,6 +117,7 @@ def test_gate_and_up(lane):
     np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [32])
 def test_rows_are_rounded_as_the_definition_has_it(lane, group):
     """Zeros, values that saturate, ties, infinities and NaN among them."""

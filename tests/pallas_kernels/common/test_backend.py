@@ -173,6 +173,7 @@ def test_gathers_of_plain_values_take_xla_by_choice(op):
         jax.eval_shape(lambda: getattr(pk, op)(**inputs.valid_arguments(op)))
 
 
+@pytest.mark.slow
 def test_a_variable_forbids_fallbacks_of_a_process():
     code = "from pallas_kernels.common import backend; print(backend._FORBIDDING.get())"
     environment = os.environ | {backend.FORBID_VARIABLE: "1"}

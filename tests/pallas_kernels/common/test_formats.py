@@ -217,6 +217,7 @@ def test_a_key_rounded_twice_is_the_key_rounded_once(name):
     np.testing.assert_array_equal(again, rotated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dim", "rope_dim"), slow.all_but([(104, 8)], [(32, 8), (56, 8), (104, 8), (160, 32)])
 )
@@ -258,6 +259,7 @@ def test_signs_are_interleaved_in_words_of_eight_mxfp4_codes_alone(name, dim):
     assert KEYS[name].interleaves_signs(dim) == bool(np.any(stored != pairs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", slow.all_but([4], [4, 16]))
 @usual_keys
 def test_a_short_group_of_a_key_is_one_filled_up_with_zeros(name, dim):

@@ -205,6 +205,7 @@ def test_hadamard_of_another_length_names_the_way_out(n):
         numbers.hadamard_rotate(jnp.zeros((2, n)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     slow.all_but(

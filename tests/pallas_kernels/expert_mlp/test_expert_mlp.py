@@ -95,6 +95,7 @@ def test_quantised_experts_against_float64(kind, activations):
     assert np.quantile(np.abs(found - expected), 0.99) < 2e-5
 
 
+@pytest.mark.slow
 def test_an_expert_that_nobody_picked_is_never_seen():
     ids, share = routing("some without tokens", 5)
     x = jax.random.normal(jax.random.key(2), (5, D))

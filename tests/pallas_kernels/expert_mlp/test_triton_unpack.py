@@ -28,6 +28,7 @@ def unpack_to_fp8(weight):
     return jax.tree.map(np.asarray, jax.jit(triton_unpack.unpack_to_fp8)(weight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", slow.all_but([9], [0, 9]))
 def test_no_value_is_lost(lane, spread):
     del lane

@@ -82,6 +82,7 @@ def test_against_the_formulas_in_float64(lane, backend, num_tokens, dim, dtype):
     assert found.pre is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "triton_gpu"])
 @pytest.mark.parametrize(("num_tokens", "dim", "dtype"), slow.all_but(SIZES[-1:], SIZES))
 def test_shifted_the_streams_are_summed_with_weights_that_are_given(

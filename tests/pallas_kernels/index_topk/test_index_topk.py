@@ -181,6 +181,7 @@ def test_scores_are_those_of_the_formula_in_every_format(name):
     assert not np.array_equal(selected, unsigned), "the sign of a weight must matter"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [3, 6], ids=["scored", "short path"])
 def test_a_query_of_no_request_sees_nothing(k):
     table = np.zeros((2, 3), np.int32)

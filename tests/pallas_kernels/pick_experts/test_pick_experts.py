@@ -75,6 +75,7 @@ def test_a_device_counts_from_its_first_expert(lane, backend):
     np.testing.assert_allclose(found[1], weights, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", slow.all_but([7], [None, 7]))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_picks_no_expert(lane, backend, first):

@@ -29,6 +29,7 @@ def test_results_are_the_sums_and_one_of_them_is_normed(lane, dtype):
     np.testing.assert_allclose(np.asarray(normed, np.float64), expected, rtol=2 * ulp, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_op_norms_what_it_is_told_to():
     keys = jax.random.split(jax.random.key(0), 4)
     x, *weights = (jax.random.normal(key, (n, 64)) for key, n in zip(keys, (3, 8, 6), strict=False))

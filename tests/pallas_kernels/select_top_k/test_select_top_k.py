@@ -123,6 +123,7 @@ def test_every_pattern_in_several_launches(lane, backend, small_tiles, num_entri
     check(stack(rows), visible, k, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("num_entries", slow.all_but([129], [1, 127, 129, 1000]))
 def test_any_width(lane, backend, num_entries):

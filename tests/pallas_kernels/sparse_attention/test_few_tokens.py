@@ -27,6 +27,7 @@ def attend(case, *arguments, **changes):
     return case.attend(*arguments, backend="triton_gpu", **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow.all_but(["fp8_per_entry"], FORMATS))
 def test_the_kernel_is_the_oracle_in_every_format(lane, name):
     case = draw(name)

@@ -91,6 +91,7 @@ def test_a_transposed_comb_would_be_seen():
         assert_close(found, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_kernel", slow.all_but([True], [True, False]))
 def test_many_tokens_are_multiplied_by_tensor_cores(lane, monkeypatch, by_kernel):
     """Which are as exact as f32: `fn` is cut into three parts."""
@@ -105,6 +106,7 @@ def test_many_tokens_are_multiplied_by_tensor_cores(lane, monkeypatch, by_kernel
     np.testing.assert_array_equal(written, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("multiply", [triton_many.multiply, triton_many._products])
 def test_all_bits_of_fn_count(lane, multiply):
     """Of 1 + 2^-9 + 2^-18 each part of eight bits holds one term."""

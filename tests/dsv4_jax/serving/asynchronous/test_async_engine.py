@@ -70,6 +70,7 @@ def test_coroutines_get_what_generate_gives(engine):
     same_tokens(whole, expected[0])
 
 
+@pytest.mark.slow
 def test_samples_of_one_prompt(engine):
     """Sample i is the request with i more in its seed."""
     asked = {"max_new_tokens": 9, "temperature": 0.9}

@@ -86,6 +86,7 @@ def test_pieces_are_the_text_of_all_tokens(ids):
     assert most <= 17
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.text(max_size=20).map(lambda text: RELEASED.encode(text).ids)
