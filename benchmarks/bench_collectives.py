@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 import dsv4_jax as ds
 from dsv4_jax import collectives as dm
 from dsv4_jax.bench.floor import COLLECTIVE_S, LINK_BANDWIDTH, split_collectives, step_collectives
-from dsv4_jax.bench.profile import _events
+from dsv4_jax.bench.profile import read_events
 from dsv4_jax.bench.timing import time_calls
 from dsv4_jax.mesh import BY_DEVICE
 from dsv4_jax.peers import make_peer_buffers, using
@@ -154,7 +154,7 @@ def kernel_times(program, state):
         with jax.profiler.trace(folder):
             jax.block_until_ready(program(state))
         files = pathlib.Path(folder).rglob("*.xplane.pb")
-        events = [event for file in files for event in _events(file.read_bytes())]
+        events = [event for file in files for event in read_events(file.read_bytes())]
     return [us for name, us in events if _COLLECTIVE.search(name)]
 
 

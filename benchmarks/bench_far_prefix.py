@@ -146,7 +146,7 @@ def evict(engine):
     for manager in engine.loop.shards.managers:
         while manager.evict(PORTION):
             host.keep()
-            while host._stores._runs:
+            while host.stores.begun:
                 time.sleep(0.001)
                 host.keep()
 
@@ -187,7 +187,7 @@ def steps_ms(engine, args, prompts):
 
 def is_coming(engine):
     """Whether a prefix is on its way."""
-    return any(fetch.is_coming for fetch in engine.loop.host._fetches.values())
+    return any(fetch.is_coming for fetch in engine.loop.host.fetches.values())
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Mover:
     @property
     def under_way_bytes(self):
         """On their way to the host."""
-        return sum(run.num_bytes for run in self._host._stores._runs)
+        return self._host.stores.begun_bytes
 
     def rests(self):
         """Whether nothing is on its way."""
@@ -100,9 +100,8 @@ def forget(tier, tokens):
     for slab in slabs:
         if slab.holders:
             continue
-        for page in slab.pages:
-            del tier._pages[slab.of][page.content.key]
-        tier._remove(slab)
+        for page in list(slab.pages):
+            tier.drop(page)
 
 
 def serve_window(engine, mover, args, kind):

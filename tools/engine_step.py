@@ -65,7 +65,7 @@ def time_engine(config, params, requests, arguments):
     print(f"{requests} requests, parts: {parts}", flush=True)
     (params, _, step_input, _), static = calls[-1]
     engine_arrays.jit_plain_decode_step = plain
-    state = [engine.loop.runner.devices.cache, engine.loop.runner.devices._last]
+    state = [engine.loop.runner.devices.cache, engine.loop.runner.devices.last]
     for _ in range(4):
         started = time.perf_counter()
         for _ in range(LAUNCHES):

@@ -60,6 +60,7 @@ class DiskTier:
     Attributes:
       max_bytes: of all files together, in whole units of the disk; 0 only reads.
       num_bytes: of all files that are there.
+      folder: of pages of this shape.
       stored_bytes: written so far; `evicted_bytes`: given way; `damaged`: files that were refused.
       is_writer: this process alone writes there.
     """
@@ -81,7 +82,7 @@ class DiskTier:
         self.max_bytes = max_bytes
         self.stored_bytes = self.evicted_bytes = self.damaged = 0
         self._root = pathlib.Path(folder)
-        self._folder = self._root / self.shape.hex()
+        self.folder = self._root / self.shape.hex()
         self.num_bytes = 0
         self._pages: dict[tuple[str, bytes], StoredPage] = {}
         self._others: dict[pathlib.Path, StoredPage] = {}
@@ -99,13 +100,18 @@ class DiskTier:
         if self.is_writer:
             self.is_writer = self._try_to_write_shape(text)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "disk-cache")
-        self._look()
+        self.look()
         self._show()
 
     @property
     def num_pages(self) -> int:
         """Blocks and snapshots of this shape."""
         return len(self._pages)
+
+    @property
+    def pages(self) -> list[StoredPage]:
+        """All of this shape."""
+        return list(self._pages.values())
 
     def has(self, of: str, key: bytes) -> bool:
         """Whether there is a page of that key."""
@@ -145,12 +151,12 @@ class DiskTier:
         if not self.is_writer or size > self.max_bytes or time.monotonic() < self._resumes_s:
             return False
         proof = proof_of(content, parent)
-        path = path_of(self._folder, of, content.key, proof)
+        path = path_of(self.folder, of, content.key, proof)
         page = StoredPage(of, content.key, proof, path, size, stamp, parent or NO_PARENT)
         try:
             self._make_room(size)
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            beside = str(self._folder / f"{BESIDE}{os.getpid()}-{next(self._numbers)}")
+            beside = str(self.folder / f"{BESIDE}{os.getpid()}-{next(self._numbers)}")
             write_page(page, self.shape, parent, data, checksum, beside)
         except OSError as error:
             self._resumes_s = time.monotonic() + RETRY_S
@@ -199,7 +205,7 @@ class DiskTier:
         """Looks what another process has written, in time, if that was not done just now."""
         if not self.is_writer and time.monotonic() > self._looked_s + REFRESH_S:
             self._looked_s = time.monotonic()
-            self._later(self._look)
+            self._later(self.look)
             self._later(self._show)
 
     def damaged_files(self, sizes: Mapping[str, int]) -> list[str]:
@@ -255,10 +261,10 @@ class DiskTier:
     def _try_to_write_shape(self, text: str) -> bool:
         """Makes the folder of this shape, and says there what it is."""
         try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
             for left in self._root.glob(f"*/{BESIDE}*"):
                 left.unlink()  # of a process that was killed
-            file = os.open(self._folder / SHAPE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            file = os.open(self.folder / SHAPE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with open(file, "w") as stream:
                 stream.write(text)
         except OSError as error:
@@ -266,13 +272,13 @@ class DiskTier:
             return False
         return True
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Finds all files; those that have gone are forgotten."""
         pages: dict[tuple[str, bytes], StoredPage] = {}
         others: dict[pathlib.Path, StoredPage] = {}
         try:
             for page in _walk(self._root):
-                if page.path.parent.parent == self._folder:
+                if page.path.parent.parent == self.folder:
                     known = self._pages.get((page.of, page.key))
                     if page.path not in self._refused:
                         pages[page.of, page.key] = known or page

@@ -120,6 +120,7 @@ class HostTier:
     Attributes:
       max_bytes: of all slabs together in the memory of a process, never exceeded.
       evicted_bytes: of slabs that gave way so far.
+      bytes_at: of the slabs that are there, in the memory of each process.
       gone: slabs that were taken out, for whoever has to be told; None is nobody.
     """
 
@@ -128,14 +129,14 @@ class HostTier:
         self.max_bytes = max_bytes
         self.evicted_bytes = 0
         self.gone: list[Slab] | None = None
-        self._bytes_at = [0] * num_processes
+        self.bytes_at = [0] * num_processes
         self._pages: dict[str, dict[bytes, Page]] = {"blocks": {}, "snapshots": {}}
         self._slabs: collections.OrderedDict[Slab, None] = collections.OrderedDict()
 
     @property
     def num_bytes(self) -> int:
-        """Of the slabs that are there, in the memory of the process that has most."""
-        return max(self._bytes_at)
+        """The most of `bytes_at`."""
+        return max(self.bytes_at)
 
     @property
     def num_pages(self) -> int:
@@ -282,13 +283,13 @@ class HostTier:
     def problems(self) -> list[Problem]:
         """What is wrong: sizes that do not add up, and filled pages of other bytes than came."""
         found = []
-        for process, counted in enumerate(self._bytes_at):
+        for process, counted in enumerate(self.bytes_at):
             total = sum(slab.bytes_at[process] for slab in self._slabs)
             if total != counted or total > self.max_bytes:
                 message = f"slabs have {total} bytes, counted are {counted} of {self.max_bytes}"
                 found.append(Problem("owner", "host", message))
         for slab in self._slabs:
-            if slab.filling is not None or len(self._bytes_at) > 1:
+            if slab.filling is not None or len(self.bytes_at) > 1:
                 continue  # it comes, or each process has its own part
             rows = slab.rows()
             for page in slab.pages:
@@ -305,7 +306,7 @@ class HostTier:
         """Whether so many bytes are free; only then has anything given way."""
         wanted = [
             there + more - self.max_bytes
-            for there, more in zip(self._bytes_at, bytes_at, strict=True)
+            for there, more in zip(self.bytes_at, bytes_at, strict=True)
         ]
         giving = []
         if max(bytes_at) > self.max_bytes:
@@ -337,6 +338,6 @@ class HostTier:
             slab.data = None  # whoever still knows one of its pages does not keep their bytes
 
     def _count(self, slab: Slab, sign: int) -> None:
-        self._bytes_at = [
-            there + sign * own for there, own in zip(self._bytes_at, slab.bytes_at, strict=True)
+        self.bytes_at = [
+            there + sign * own for there, own in zip(self.bytes_at, slab.bytes_at, strict=True)
         ]

@@ -39,7 +39,7 @@ def profile_launches(
         with jax.profiler.trace(folder):
             run()
         files = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
-        events = [event for file in files for event in _events(file.read_bytes())]
+        events = [event for file in files for event in read_events(file.read_bytes())]
     return summarise(events, kernel_labels(compiled.as_text()), calls=calls * devices)
 
 
@@ -78,7 +78,7 @@ def kernel_labels(hlo: str) -> dict[str, str]:
     return labels
 
 
-def _events(serialised: bytes) -> list[tuple[str, float]]:
+def read_events(serialised: bytes) -> list[tuple[str, float]]:
     """(name, us) of every launch on a GPU's streams."""
     data = jax.profiler.ProfileData.from_serialized_xspace(serialised)
     return [

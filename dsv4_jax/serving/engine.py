@@ -29,7 +29,7 @@ from dsv4_jax.serving.engine_core import EngineCore
 from dsv4_jax.serving.hand_over import bring_back, take_cached
 from dsv4_jax.serving.options import EngineOptions
 from dsv4_jax.serving.requests.cached_request import CachedRequest
-from dsv4_jax.serving.requests.calls import exclusive_as, refuse_if_busy, refuse_if_held
+from dsv4_jax.serving.requests.calls import exclusive_as
 from dsv4_jax.serving.requests.prompts import CheckedRequest, list_prompts
 from dsv4_jax.serving.requests.request import Completion
 from dsv4_jax.serving.requests.text import load_tokenizer
@@ -215,7 +215,7 @@ class Engine(EngineCore):
         Raises:
           ValueError: as in `submit`, or `n` is out of range; nothing was queued.
         """
-        refuse_if_busy(self, "submit_many was called")
+        self.call_lock.refuse_if_busy("submit_many was called")
         n = checks.integer("n", n, 1, MAX_SAMPLES)
         if sampling is not None:
             checks.instance("sampling", sampling, SamplingParams)
@@ -233,7 +233,7 @@ class Engine(EngineCore):
           asked: the request.
           seeds: any integers, one for each sample.
         """
-        refuse_if_busy(self, "submit_checked was called")
+        self.call_lock.refuse_if_busy("submit_checked was called")
         samples = [asked._replace(sampling=asked.sampling.with_seed(seed)) for seed in seeds]
         requests = self._submit_all(samples, are_samples=len(asked.token_ids) > 1)
         return [request.request_id for request in requests]
@@ -258,7 +258,7 @@ class Engine(EngineCore):
         if request is None or request.finish_reason is not None:
             raise ValueError(f"request_id must be of an unfinished request, got {request_id}")
         self._check_one_process("snapshot")
-        with self._undo:
+        with self.undo:
             return take_cached(self.loop, request, engine_shape(self.plan))
 
     @exclusive_as("restore was called")
@@ -291,9 +291,9 @@ class Engine(EngineCore):
         asked = self.limits.check_request(cached.prompt, *settings, {})
         for name, ids in (("token_ids", cached.drawn), ("drafts", np.array(cached.drafts, int))):
             checks.in_range(name, ids, 0, self.config.vocab_size)
-        request = bring_back(cached, asked, self._next_id, self.loop.clock(), self.loop.texts)
+        request = bring_back(cached, asked, self.next_id, self.loop.clock(), self.loop.texts)
         request.drafts = request.drafts[: self.plan.draft_tokens]
-        with self._undo:
+        with self.undo:
             self._register(request)
             self.metrics.prompt_tokens += request.prompt_tokens
             if request.finish_reason is None:
@@ -312,7 +312,7 @@ class Engine(EngineCore):
           ValueError: there is no such request.
           RuntimeError: an `AsyncEngine` holds the engine.
         """
-        refuse_if_held(self._holder, "stream was called")
+        self.call_lock.refuse_if_held("stream was called")
         requests = []
         for request_id in request_ids:
             request = self._find(request_id)
@@ -349,7 +349,7 @@ class Engine(EngineCore):
           ValueError: a prompt is empty, too long, or holds an unknown token, or a setting is out
             of range; nothing was started.
         """
-        refuse_if_busy(self, "generate was called")
+        self.call_lock.refuse_if_busy("generate was called")
         prompts = list_prompts(prompts)
         rows = sampling_of_rows(len(prompts), sampling, row_name="prompt", **fields)
         checked = [

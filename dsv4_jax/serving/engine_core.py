@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import collections
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Unpack
@@ -49,7 +48,9 @@ class EngineCore:
     With overlap the next step is in flight between two calls (`docs/design/architecture.md`).
     What was submitted meanwhile joins the one after it. Attributes are those that `Engine` lists,
     and these, which the rooms beside it read: `plan`, its sizes; `limits`, what requests may ask
-    for; `requests` by id, until `completion` takes them; and `loop`, which serves them.
+    for; `requests` by id, until `completion` takes them; `next_id`, of the next request; `loop`,
+    which serves them; `undo`, what a call has changed so far; `suspects`, who may have made steps
+    raise; and `call_lock`, which says who may call.
     """
 
     def __init__(
@@ -73,15 +74,14 @@ class EngineCore:
         grammars = Grammars(config, tokenizer, is_allowed=plan.grammars)
         self.limits = Limits(config, plan.pools, tokenizer, grammars)
         runner = StepRunner(params, plan, grammars, self._hosts, self.metrics)
-        self._undo = calls.UndoLog(self.metrics, *self.metrics.histograms)
+        self.undo = calls.UndoLog(self.metrics, *self.metrics.histograms)
         self._texts = None if tokenizer is None else TokenTexts(tokenizer, config.vocab_size)
-        shared = {"metrics": self.metrics, "undo": self._undo}
+        shared = {"metrics": self.metrics, "undo": self.undo}
         self.loop = ServingLoop(runner, plan, texts=self._texts, **shared)
         self.requests: dict[int, Request] = {}
-        self._suspects = Suspects(2 * plan.call_tokens)
-        self._next_id = 0
-        self._lock = threading.Lock()
-        self._holder: threading.Thread | None = None
+        self.suspects = Suspects(2 * plan.call_tokens)
+        self.next_id = 0
+        self.call_lock = calls.CallLock()
         self._dropped: collections.deque[int] = collections.deque()
         self._is_closed = False
         self.metrics.watch(self._gauges)
@@ -96,13 +96,13 @@ class EngineCore:
         Raises:
           RuntimeError: an `AsyncEngine` holds the engine, whose next step would take it.
         """
-        calls.refuse_if_held(self._holder, "cache was read")
+        self.call_lock.refuse_if_held("cache was read")
         return self.loop.runner.cache
 
     @property
     def num_unfinished(self) -> int:
         """Requests that run or wait; while a call is in progress, those there were before it."""
-        metrics = self._undo.before(self.metrics)
+        metrics = self.undo.before(self.metrics)
         return metrics["submitted"] - sum(metrics["finished"].values())
 
     @calls.exclusive
@@ -118,7 +118,7 @@ class EngineCore:
         """
         if self.loop.queue.running:
             raise RuntimeError(f"warmup before requests run; {len(self.loop.queue.running)} do")
-        with self._undo:
+        with self.undo:
             return self.loop.runner.warmup()
 
     @calls.exclusive
@@ -149,7 +149,7 @@ class EngineCore:
             out of range; nothing was queued.
         """
         asked = self.limits.check_request(prompt, sampling, salt, speculate, fields)
-        with self._undo:
+        with self.undo:
             return self._add(asked).request_id
 
     @calls.exclusive
@@ -177,8 +177,8 @@ class EngineCore:
         request = self._find(request_id)
         if request is None or request.finish_reason is not None:
             raise ValueError(f"request_id must be of an unfinished request, got {request_id}")
-        with self._undo:
-            new = request.branch(self._next_id, seed, self.loop.clock())
+        with self.undo:
+            new = request.branch(self.next_id, seed, self.loop.clock())
             self._register(new)
             self.loop.fork(request, new)
             return new.request_id
@@ -208,7 +208,7 @@ class EngineCore:
         request = self._find(request_id)
         if request is None or request.slot < 0:
             return False
-        with self._undo:
+        with self.undo:
             self.loop.preempt(request)
             return True
 
@@ -240,8 +240,8 @@ class EngineCore:
         while True:
             for request in requests:
                 if request.num_given < request.num_drawn:
-                    with self._undo:
-                        self._undo.save(request)
+                    with self.undo:
+                        self.undo.save(request)
                         return request.give()
             if all(request.finish_reason is not None for request in requests):
                 raise StopIteration
@@ -265,8 +265,8 @@ class EngineCore:
                 "finished, or has been taken already"
             )
         completion = request.completion(self.tokenizer)
-        with self._undo:
-            self._undo.save_item(self.requests, request.request_id)
+        with self.undo:
+            self.undo.save_item(self.requests, request.request_id)
             del self.requests[request.request_id]
             return completion
 
@@ -276,7 +276,7 @@ class EngineCore:
 
         It waits for the step in flight, whose tokens come with the next `step` all the same.
         """
-        with self._undo:
+        with self.undo:
             return self.loop.verify()
 
     def follow(self) -> None:
@@ -300,7 +300,7 @@ class EngineCore:
         Raises:
           RuntimeError: another call is in progress, or an `AsyncEngine` holds the engine.
         """
-        calls.refuse_if_busy(self, "close was called")
+        self.call_lock.refuse_if_busy("close was called")
         devices = self.loop.runner.devices
         if isinstance(devices, HostedArrays) and not self._is_closed:
             self._is_closed = True
@@ -321,11 +321,11 @@ class EngineCore:
                 else f"process 0 takes requests, and this is process {self._hosts.number}; "
                 "call follow here"
             )
-        if self._undo.stands:
-            self._undo.roll_back()
+        if self.undo.stands:
+            self.undo.roll_back()
             unfinished = [one for one in self.requests.values() if one.finish_reason is None]
             self.loop.restart(unfinished)
-            self._undo.forget()
+            self.undo.forget()
         while self._dropped:
             request = self.requests.get(self._dropped[0])
             if request is not None and request.finish_reason is None:
@@ -333,31 +333,31 @@ class EngineCore:
             self._dropped.popleft()
 
     def _serve(self, *, returns: bool = True) -> Sequence[Token]:
-        suspect = self._suspects.next()
+        suspect = self.suspects.next()
         try:
-            with self._undo:
+            with self.undo:
                 tokens = self.loop.serve(suspect, returns=returns)
-                self._suspects.clear(self.loop.alone)
+                self.suspects.clear(self.loop.alone)
                 return tokens
         except Exception as error:
             suspect = self.loop.alone
             if suspect is not None and suspect.finish_reason is None:
                 self._settle()
                 self._end(suspect, "error", error)
-            elif not self._suspects.fail(self.requests.values()):
+            elif not self.suspects.fail(self.requests.values()):
                 raise
             return []
 
     def _end(self, request: Request, reason: str, error: Exception | None = None) -> bool:
-        with self._undo:
-            self._undo.save(request)
+        with self.undo:
+            self.undo.save(request)
             request.finish_reason, request.error = reason, error
             self.loop.end(request)
             return True
 
     def _gauges(self) -> Gauges:
         """What holds now; after a call that raised, what the next one begins with."""
-        is_lost = self._undo.stands and not self._lock.locked()
+        is_lost = self.undo.stands and not self.call_lock.lock.locked()
         return self.loop.gauges(count_compiles() - self._compiles_before, is_lost=is_lost)
 
     @calls.exclusive_as("submit_many or generate was called")
@@ -365,7 +365,7 @@ class EngineCore:
         self, asked: Sequence[CheckedRequest], *, are_samples: bool = False
     ) -> list[Request]:
         """Queues all of them, or none; samples have one prompt, which is read once."""
-        with self._undo:
+        with self.undo:
             requests = [self._add(one) for one in asked]
             for request in requests if are_samples and len(requests) > 1 else ():
                 request.siblings = tuple(requests)
@@ -373,7 +373,7 @@ class EngineCore:
 
     def _add(self, asked: CheckedRequest) -> Request:
         request = Request(
-            self._next_id,
+            self.next_id,
             asked.token_ids,
             asked.sampling,
             self.loop.clock(),
@@ -387,14 +387,14 @@ class EngineCore:
         return request
 
     def _register(self, request: Request) -> None:
-        self._undo.save_item(vars(self), "_next_id")
-        self._undo.save_item(self.requests, request.request_id)
+        self.undo.save_item(vars(self), "next_id")
+        self.undo.save_item(self.requests, request.request_id)
         self.requests[request.request_id] = request
-        self._next_id = request.request_id + 1
+        self.next_id = request.request_id + 1
         self.metrics.submitted += 1
 
     def _find(self, request_id: int) -> Request | None:
         """The request, or None if it was taken already."""
         rule = "one that submit gave"
-        request_id = checks.integer("request_id", request_id, 0, self._next_id - 1, rule=rule)
+        request_id = checks.integer("request_id", request_id, 0, self.next_id - 1, rule=rule)
         return self.requests.get(request_id)

@@ -88,7 +88,7 @@ class ServingLoop:
         self._reading: Flight[StepResult] | None = None  # beside that one
         self.host: HostCopies | None = None
         self.queue = RequestQueue(
-            self._new_shards(),
+            self.new_shards(),
             step_tokens=plan.call_tokens,
             metrics=metrics,
             undo=undo,
@@ -142,11 +142,10 @@ class ServingLoop:
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Everything is empty, and the unfinished requests wait, as they are."""
-        self.flight = self._reading = None
+        self.flight = self._reading = self._seals = None
         self._evicted_before = (self.metrics.evicted_blocks, self.metrics.evicted_snapshots)
         self.runner.rebuild()
-        self.queue.restart(self._new_shards(), requests)
-        self._seals = None
+        self.queue.restart(self.new_shards(), requests)
 
     def serve(self, alone: Request | None = None, *, returns: bool = True) -> Sequence[Token]:
         """Serves every running request once, or one alone if it has a slot; see `Engine.step`.
@@ -199,7 +198,8 @@ class ServingLoop:
         report = verify_scan(self.runner.cache, scan, self.shards.ledgers(), self._seals)
         return report.beside(self.host.problems() if self.host else ())
 
-    def _new_shards(self) -> DataShards:
+    def new_shards(self) -> DataShards:
+        """Shards without requests, and copies to the host where there are any."""
         runner = self.runner
         kinds = {"cache_format": runner.cache_format, "poison": self._options.debug}
         shards = DataShards.planned(self._plan.data_shards, runner.config, runner.plan, **kinds)

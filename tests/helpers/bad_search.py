@@ -50,7 +50,7 @@ def state_of(engine):
     loop = engine.loop
     return (
         repr(engine.metrics),
-        engine._next_id,
+        engine.next_id,
         list(engine.requests),
         [one.request_id for one in loop.queue.waiting],
         list(loop.queue.running),

@@ -131,7 +131,7 @@ def may_raise(line, count):
     signal: a lock is given back as soon as the block has ended.
     """
     is_with = line.file == CALLS.name and linecache.getline(str(CALLS), line.number).strip()
-    return count == 1 or not (is_with and is_with.startswith("with self._lock"))
+    return count == 1 or not (is_with and is_with.startswith("with self.call_lock.lock"))
 
 
 def scarce_engine():
@@ -149,7 +149,7 @@ def truth(engine):
         i: (one.known.tolist(), one.finish_reason, one.num_given)
         for i, one in engine.requests.items()
     }
-    return metrics, requests, engine._next_id
+    return metrics, requests, engine.next_id
 
 
 class Life:
@@ -174,7 +174,7 @@ class Life:
         self.num_interrupts = 0
         self.num_late = 0
         self._interrupts = interrupts
-        self._salt = str(engine._next_id)  # lives of one engine share no prefixes
+        self._salt = str(engine.next_id)  # lives of one engine share no prefixes
 
     def call(self, name, *arguments, before=lambda: None, **options):
         """Calls a method until it does not raise; `before` comes before each try."""
@@ -186,7 +186,7 @@ class Life:
                 return result
             if self.was_late:
                 if name in ("submit", "fork"):
-                    return self.engine._next_id - 1
+                    return self.engine.next_id - 1
                 if name == "completion":
                     return self.completed
                 return True
@@ -201,15 +201,15 @@ class Life:
         except (Interrupt, Failure):
             self.num_interrupts += 1
         unfinished_now = engine.num_unfinished
-        engine._undo.roll_back()  # if it was interrupted itself
+        engine.undo.roll_back()  # if it was interrupted itself
         if name == "next":  # a stream may have done some steps before the one that raised
             return False, None
-        if engine._undo.stands:
+        if engine.undo.stands:
             assert unfinished_now == unfinished
         if truth(engine) != known:
             # The call had ended, and the signal came before its caller had the result.
             assert isinstance(self._interrupts, Signals), self._interrupts.raised[-1]
-            assert not engine._undo.stands
+            assert not engine.undo.stands
             self.num_late, self.was_late = self.num_late + 1, True
         return False, None
 
@@ -295,7 +295,7 @@ class Life:
         assert not report.problems, str(report)
         assert not engine.requests
         assert engine.num_unfinished == metrics.running == metrics.waiting == 0
-        assert metrics.submitted == sum(metrics.finished.values()) == engine._next_id
+        assert metrics.submitted == sum(metrics.finished.values()) == engine.next_id
         assert metrics.used_blocks == 0
         manager = engine.loop.shards.managers[0]
         assert manager.num_free_slots == len(manager.length_tokens)

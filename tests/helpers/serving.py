@@ -75,7 +75,7 @@ def limit(engine, **counts):
     engine.loop.runner.plan = dataclasses.replace(engine.loop.runner.plan, **counts)
     engine.plan = dataclasses.replace(engine.plan, pools=engine.loop.runner.plan)
     engine.limits = engine.limits._replace(plan=engine.plan.pools)
-    engine.loop.queue.shards = engine.loop._new_shards()
+    engine.loop.queue.shards = engine.loop.new_shards()
     return engine
 
 
@@ -92,7 +92,7 @@ def run_to_end(engine, *request_ids):
 
 def drain(engine):
     """Reads the step in flight: host and device agree then."""
-    with engine._undo:
+    with engine.undo:
         engine.loop.drain()
 
 

@@ -196,11 +196,11 @@ class _Moved:
         """Rows of one data shard come to another one, or to the same."""
         rows, stored = self.store(source)
         stored.result(60)
-        kept = self.pools._parts.num_bytes == self.tier._bytes_at[0]
+        kept = self.pools._parts.num_bytes == self.tier.bytes_at[0]
         run = self.fetch()
         run.packed.result(60)
         wrong = self.put(run, rows, target)
-        return {"wrong": wrong, "at": self.tier._bytes_at, "kept": kept, "left": self.drop()}
+        return {"wrong": wrong, "at": self.tier.bytes_at, "kept": kept, "left": self.drop()}
 
     def go_wrong(self, what):
         """What process 0 finds where process 1 is late, has damaged rows or no memory."""

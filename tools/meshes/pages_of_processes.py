@@ -114,13 +114,13 @@ class Life:
         if host is None:
             return
         host.keep()
-        while host._stores.begun:
-            concurrent.futures.wait(host._stores.begun)
+        while host.stores.begun:
+            concurrent.futures.wait(host.stores.begun)
             host.keep()
-        self.most = np.maximum(self.most, host.tier._bytes_at).tolist()
+        self.most = np.maximum(self.most, host.tier.bytes_at).tolist()
         arrays = self.engine.loop.runner.devices
         if hasattr(arrays, "_parts"):
-            assert arrays._parts.num_bytes == host.tier._bytes_at[0]
+            assert arrays._parts.num_bytes == host.tier.bytes_at[0]
 
     def end(self):
         """What was found: for each prompt and seed all answers that there were."""

@@ -23,7 +23,7 @@ from dsv4_jax.serving.asynchronous.feed import (
 )
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.engine_core import EngineCore
-from dsv4_jax.serving.requests.calls import exclusive_as, hold, release
+from dsv4_jax.serving.requests.calls import exclusive_as
 from dsv4_jax.serving.requests.request import Token
 
 _log = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class Stepper:
 
     def _release(self) -> None:
         atexit.unregister(self.stop_and_join)
-        release(self._engine, self._thread)
+        self._engine.call_lock.release(self._thread)
 
     def _do_jobs(self) -> None:
         """Does what was wanted since the last step; waits where there is nothing else to do."""
@@ -361,4 +361,4 @@ def _hold(engine: EngineCore, thread: threading.Thread) -> None:
             f"an AsyncEngine takes an engine without unfinished requests, and {unfinished} of "
             "this one's run or wait; let generate, streams and steps end them, or cancel them"
         )
-    hold(engine, thread)
+    engine.call_lock.hold(thread)

@@ -60,6 +60,8 @@ class EngineArrays:
       cache: the cache as it is now; the next call donates it.
       store: the snapshots as they are now; the next call may donate them.
       unread: what the last two steps gave, on its way to the host.
+      last: what the last step gave, on the devices.
+      undrawn: logits of a trunk whose draws have not been launched; None if they have.
     """
 
     def __init__(self, params: DSV4Params, plan: EnginePlan, hosts: Hosts | None = None) -> None:
@@ -82,8 +84,8 @@ class EngineArrays:
         self._sampling: FullSampling
         self._counts: DrawnCounts
         self._masks: TokenMasks | None = None
-        self._last: ServeOutput
-        self._undrawn: RowLogits | None
+        self.last: ServeOutput
+        self.undrawn: RowLogits | None
         self._input: tuple[list[bytes], Any]
         self._placed: dict[tuple[Any, ...], Any]
         self.unread: collections.deque[ServeOutput]
@@ -185,19 +187,19 @@ class EngineArrays:
         program = single if num_steps is None else several
         if num_steps is not None:
             static["num_steps"] = plan.steps_per_call
-        arguments = self.params, *pools, serve_input, self._last
+        arguments = self.params, *pools, serve_input, self.last
         if only_trunk:
             program = jit_plain_trunk
-            arguments = self.params, self.cache, serve_input.step, self._last
+            arguments = self.params, self.cache, serve_input.step, self.last
         if only_compiles:
             self._begin_compiling(program, arguments, static)
             return
         if self._hosts is not None:
             self._hosts.waits()
         if only_trunk:
-            self.cache, self._undrawn = program(*arguments, **static)
+            self.cache, self.undrawn = program(*arguments, **static)
             if self._waits:
-                jax.block_until_ready((self.cache, self._undrawn))
+                jax.block_until_ready((self.cache, self.undrawn))
             return
         *pools, output = program(*arguments, **static)
         self.cache, self.store = pools if len(pools) == 2 else (*pools, self.store)
@@ -214,18 +216,18 @@ class EngineArrays:
         if self._hosts is not None:
             self._hosts.waits()
         # Who kept the logits would have the next ones lie elsewhere.
-        rows, self._undrawn = self._undrawn, None
+        rows, self.undrawn = self.undrawn, None
         assert rows is not None, "a trunk comes first"
         settings = {"sampling": self._sampling, "counts": self._counts}
         if is_simple:
             settings = {"sampling": self._sampling.simplified()}
         serve_input = ServeInput(masks=self._masks, **settings, **self._input[1])
-        output = jit_plain_draw(rows, serve_input, self._last, config=self._plan.config)
+        output = jit_plain_draw(rows, serve_input, self.last, config=self._plan.config)
         self._show(output, wants_logprobs=wants_logprobs)
 
     def _show(self, output: ServeOutput, *, wants_logprobs: bool) -> None:
         """Keeps what a step gave for the next one, and begins to bring a copy to the host."""
-        self._last = output
+        self.last = output
         # The next step writes its own output in the place of this one's.
         shown = _copied(dataclasses.replace(output, logprobs=None, confidence=None))
         if wants_logprobs:
@@ -301,7 +303,7 @@ class EngineArrays:
 
     def _allocate(self) -> None:
         plan = self._plan
-        self.cache, self.store, self._last = _empty_pools(
+        self.cache, self.store, self.last = _empty_pools(
             plan.config,
             plan.pools,
             plan.cache_format,
@@ -311,7 +313,7 @@ class EngineArrays:
             plan.options.split_cache,
         )()
         self.unread, self._input, self._placed = collections.deque(maxlen=2), ([], None), {}
-        self._undrawn = None
+        self.undrawn = None
 
     def _begin_compiling(
         self, program: Any, arguments: tuple[Any, ...], static: Mapping[str, Any]

@@ -82,6 +82,8 @@ class HostCopies:
       tier: the pages.
       moves: between them and the devices.
       disk: those in files; None if there are none.
+      stores: copies to the host.
+      fetches: by request, what comes back for it; `followed`: another's, for which it waits.
     """
 
     def __init__(
@@ -108,17 +110,16 @@ class HostCopies:
         """
         self.tier, self.moves = make_moves(devices, max_bytes, disk)
         self._devices, self._shards, self._apply = devices, shards, apply
-        self._metrics, self._clock = metrics, clock
-        self.disk = disk
+        self._metrics, self._clock, self.disk = metrics, clock, disk
         self._places = FarPlaces(self.tier, disk, devices.bytes_of_row)
         writes = None if disk is None else DiskWrites(disk, self.tier, metrics)
-        self._stores = PageStores(devices, shards, self.tier, self.moves, writes, metrics)
-        self._fetches: dict[Request, Fetch] = {}
-        self._after: dict[Request, Fetch] = {}
+        self.stores = PageStores(devices, shards, self.tier, self.moves, writes, metrics)
+        self.fetches: dict[Request, Fetch] = {}
+        self.followed: dict[Request, Fetch] = {}
         self._tried: set[Request] = set()
         self._waits_for_room, self._warned = False, set[str]()
         self._until_s, self._num_done = math.inf, 0  # portions
-        self.keep = self._stores.keep
+        self.keep = self.stores.keep
 
     @property
     def tiers(self) -> dict[str, HostTier | DiskTier]:
@@ -127,8 +128,8 @@ class HostCopies:
 
     def is_fetching(self, request: Request) -> bool:
         """Whether a request waits for its copies, or for another's of the same pages."""
-        fetch = self._fetches.get(request)
-        return request in self._after or (fetch is not None and fetch.is_coming)
+        fetch = self.fetches.get(request)
+        return request in self.followed or (fetch is not None and fetch.is_coming)
 
     def make_room(
         self, shard: int, tokens: HashedTokens | None, salt: bytes, max_tokens: int
@@ -137,7 +138,7 @@ class HostCopies:
         manager = self._shards.managers[shard]
         chain = manager.prefixes.find_resumable(tokens, salt, max_tokens)
         needed = manager.plan.blocks_needed(max_tokens) - len(chain)
-        has_room = self._stores.make_room(shard, len(chain), needed, chain)
+        has_room = self.stores.make_room(shard, len(chain), needed, chain)
         self._waits_for_room |= not has_room
         return has_room
 
@@ -146,11 +147,11 @@ class HostCopies:
 
         It is an ordinary prefix then, and what has not come never will.
         """
-        ids = {one.request_id: one for one in self._fetches}
+        ids = {one.request_id: one for one in self.fetches}
         youngest = ids[max(ids)] if ids else None
         if youngest is None or (oldest and youngest.request_id <= oldest.request_id):
             return False
-        self._end(self._fetches[youngest])
+        self._end(self.fetches[youngest])
         return True
 
     def begin(self, request: Request, shard: int, tokens: HashedTokens, max_tokens: int) -> bool:
@@ -179,7 +180,7 @@ class HostCopies:
         if search.go_on(self._places, _LOOKED_UP_TOGETHER) and search.snapshot is None:
             return False
         prefixes.tree.use(*chain)
-        fetch = self._fetches[request] = Fetch(request, shard, tokens, chain, self._clock(), search)
+        fetch = self.fetches[request] = Fetch(request, shard, tokens, chain, self._clock(), search)
         self._hold_found(fetch, search, 0)
         self._look_up(fetch, search)
         self._load_next()
@@ -201,13 +202,13 @@ class HostCopies:
             self._end(fetch)
             return
         pages, keys = search.pages, set[tuple[str, bytes]]()
-        for other in self._fetches.values():
+        for other in self.fetches.values():
             if other is fetch or other.shard != fetch.shard or not other.runs:
                 continue
             keys = keys or {(page.of, page.content.key) for page in (snapshot, *pages)}
             if not other.keys.isdisjoint(keys):
                 self._end(fetch)
-                self._after[request] = other
+                self.followed[request] = other
                 return
         tree.leave(*fetch.chain[search.length :])
         del fetch.chain[search.length :]
@@ -240,7 +241,7 @@ class HostCopies:
 
     def work(self, is_over: Callable[[], bool]) -> None:
         """While the host would wait for the devices: `poll` in portions, until it `is_over`."""
-        while any(one.is_coming for one in self._fetches.values()) and not is_over():
+        while any(one.is_coming for one in self.fetches.values()) and not is_over():
             before = self._num_done
             self._go_on(0.0)
             if self._num_done == before:
@@ -250,7 +251,7 @@ class HostCopies:
         """For so long, or for one portion; waits for nothing."""
         self._waits_for_room = False
         self._until_s = time.perf_counter() + seconds
-        for fetch in list(self._fetches.values()):
+        for fetch in list(self.fetches.values()):
             if fetch.search is not None:
                 self._look_up(fetch, fetch.search)
             is_late = self._bring_what_came(fetch)
@@ -262,7 +263,7 @@ class HostCopies:
         """Gives the tree runs of a fetch; whether there is no more time."""
         while fetch.runs and (packed := fetch.runs[0].packed) is not None and packed.done():
             num_new = len(fetch.runs[0].pages) if fetch.runs[0].of == "blocks" else 0
-            if not self._stores.make_room(fetch.shard, len(fetch.chain), num_new):
+            if not self.stores.make_room(fetch.shard, len(fetch.chain), num_new):
                 self._waits_for_room = True
                 break
             if not self._bring_back(fetch, packed) or time.perf_counter() > self._until_s:
@@ -271,11 +272,11 @@ class HostCopies:
 
     def wait(self) -> bool:
         """Where nothing else is to do: waits for a copy; whether somebody waits for any."""
-        firsts = [fetch.runs[0].packed for fetch in self._fetches.values() if fetch.runs]
+        firsts = [fetch.runs[0].packed for fetch in self.fetches.values() if fetch.runs]
         begun = [one for one in firsts if one is not None and not one.done()]
-        awaited = [*begun, *(self._stores.begun if self._waits_for_room else [])]
+        awaited = [*begun, *(self.stores.begun if self._waits_for_room else [])]
         concurrent.futures.wait(awaited, return_when=concurrent.futures.FIRST_COMPLETED)
-        is_searching = any(fetch.search is not None for fetch in self._fetches.values())
+        is_searching = any(fetch.search is not None for fetch in self.fetches.values())
         return bool(firsts) or self._waits_for_room or is_searching
 
     def rest(self) -> None:
@@ -285,7 +286,7 @@ class HostCopies:
     def settle(self, seconds: float | None) -> None:
         """Where nobody runs: brings to the disk what nobody uses; with None all, and the last."""
         if self.disk is not None:
-            self._stores.settle(seconds)
+            self.stores.settle(seconds)
             if seconds is None:
                 self.disk.close()
 
@@ -298,20 +299,20 @@ class HostCopies:
 
     def close(self) -> None:
         """Copies that have not begun never will; who has the engine makes new ones."""
-        self._stores.close()
+        self.stores.close()
 
     def forget(self, request: Request) -> None:
         """A request has a slot, or does not wait any more."""
         self._tried.discard(request)
-        self._after.pop(request, None)
-        if fetch := self._fetches.get(request):
+        self.followed.pop(request, None)
+        if fetch := self.fetches.get(request):
             self._end(fetch)
 
     def _load_next(self) -> None:
         """Begins runs of those who wait, in turn, while no more than so many are on their way."""
         begun = {
             fetch: sum(run.packed is not None for run in fetch.runs)
-            for fetch in self._fetches.values()
+            for fetch in self.fetches.values()
         }
         while sum(begun.values()) < MOST_LOADING:
             left = [fetch for fetch, count in begun.items() if count < len(fetch.runs)]
@@ -332,7 +333,7 @@ class HostCopies:
         self._apply()  # what gives way is copied, and poisoned, before it is written
         if rows:
             own = np.array(rows, np.int32)
-            self.moves.put(run, self._stores.through(run.of, fetch.shard, own))
+            self.moves.put(run, self.stores.through(run.of, fetch.shard, own))
         if isinstance(failed, DamagedError):
             self._drop_damaged(failed.args)
         elif isinstance(failed, Exception) and not isinstance(failed, OSError):
@@ -342,8 +343,7 @@ class HostCopies:
             return False
         fetch.runs.pop(0)
         self.tier.let_go(run.slabs)
-        num_files = len(run.files)
-        size = run.pages[0].num_bytes
+        num_files, size = len(run.files), run.pages[0].num_bytes
         self._metrics.disk_loaded_bytes += num_files * size
         self._metrics.host_loaded_bytes += (len(run.pages) - num_files) * size
         if run.of == "blocks":
@@ -383,7 +383,7 @@ class HostCopies:
 
     def _end(self, fetch: Fetch) -> None:
         """Lets go all that is held for a request, whether it has come or not."""
-        del self._fetches[fetch.request]
+        del self.fetches[fetch.request]
         for run in fetch.runs:
             self.moves.forget(run)
             self.tier.let_go(run.slabs)
@@ -395,6 +395,6 @@ class HostCopies:
 
     def _follow(self, fetch: Fetch) -> None:
         """Who has waited for it looks what there is now."""
-        for request in [one for one, other in self._after.items() if other is fetch]:
-            del self._after[request]
+        for request in [one for one, other in self.followed.items() if other is fetch]:
+            del self.followed[request]
             self._tried.discard(request)

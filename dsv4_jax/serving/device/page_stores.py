@@ -58,6 +58,7 @@ class PageStores:
 
     Attributes:
       tier: the pages.
+      writes: where they go from there; None if they stay.
     """
 
     def __init__(
@@ -94,6 +95,11 @@ class PageStores:
     def begun(self) -> list[concurrent.futures.Future[None]]:
         """Copies that have not been counted as ended."""
         return [run.future for run in self._runs]
+
+    @property
+    def begun_bytes(self) -> int:
+        """Of their rows."""
+        return sum(run.num_bytes for run in self._runs)
 
     def settle(self, seconds: float | None) -> None:
         """Where nobody runs: waits until all has come to the host, and with None to the disk too.
@@ -148,7 +154,7 @@ class PageStores:
                 tree.unused = []
             rows: dict[str, list[PrefixNode]] = {"blocks": [], "snapshots": []}
             room = int(MOST_STORING_BYTES * _SHARE_UNUSED) - writes.left_bytes
-            room -= sum(run.num_bytes for run in self._runs)
+            room -= self.begun_bytes
             while unused and room > 0:
                 node, _ = unused.popitem(last=False)
                 for of in rows:
@@ -197,7 +203,7 @@ class PageStores:
                 missing = manager.prefixes.blocks_missing(first, num_blocks)
                 if not missing:
                     return True
-                under_way = sum(run.num_bytes for run in self._runs)
+                under_way = self.begun_bytes
                 left = int(MOST_STORING_BYTES * _SHARE_AHEAD) - under_way
                 fitting = left // sizes[0]
                 if under_way and fitting < min(missing, slab):
@@ -223,7 +229,7 @@ class PageStores:
         self, of: str, shard: int, rows: Sequence[Leaving], *, is_ahead: bool = False
     ) -> None:
         size, before = self._devices.bytes_of_row(of), self.tier.evicted_bytes
-        if sum(run.num_bytes for run in self._runs) + size * len(rows) > MOST_STORING_BYTES:
+        if self.begun_bytes + size * len(rows) > MOST_STORING_BYTES:
             self._metrics.host_lost_bytes += size * len(rows)
             return
         numbers = self.through(of, shard, np.array([one.row for one in rows], np.int32))

@@ -55,6 +55,7 @@ class StepRunner:
       draft_tokens: k.
       devices: the arrays, and the calls on them.
       unit_bytes: by family, bytes of one block or one slot.
+      count_keeper: what rows have drawn; `grammar_keeper`: which tokens they may draw.
     """
 
     def __init__(
@@ -78,8 +79,7 @@ class StepRunner:
         self.plan = plan.pools
         self.cache_format = plan.cache_format
         self.draft_tokens = plan.draft_tokens
-        self._engine_plan = plan
-        self._grammars = grammars
+        self._engine_plan, self._grammars = plan, grammars
         # Other processes of a mesh gather for themselves, in the step.
         tables = params.engram if hosts is None and self.config.engram else None
         self._stager = RowStager(tables, metrics)
@@ -119,7 +119,7 @@ class StepRunner:
         """Those that one step can serve together; see `CountKeeper`."""
         if not running.penalises:
             return running
-        fitting = self._counts.fitting(running)
+        fitting = self.count_keeper.fitting(running)
         return running if len(fitting) == len(running) else Running(fitting, running.known)
 
     def makes_several_steps(self, running: Running) -> bool:
@@ -278,9 +278,9 @@ class StepRunner:
         """
         if not self._engine_plan.grammars:
             return
-        masks = self._followed.masks_of(rows, running) if running.is_constrained else None
+        masks = self.grammar_keeper.masks_of(rows, running) if running.is_constrained else None
         if masks is not None or self._has_masks is not False:
-            self.devices.set_masks(masks or self._followed.no_masks())
+            self.devices.set_masks(masks or self.grammar_keeper.no_masks())
             self._has_masks = masks is not None
 
     def save(self, boundaries: Sequence[Boundary]) -> None:
@@ -304,7 +304,7 @@ class StepRunner:
         steps = idle_steps(self._engine_plan, has_both_forms=has_both, simplifies=self.simplifies)
         try:
             for step in steps:
-                self._idle(step, only_compiles=True)
+                self.run_idle(step, only_compiles=True)
         finally:  # none is left for the next call
             seconds = self.devices.finish_compiling()
         compiled = dict(zip((step.name for step in steps), seconds, strict=True))
@@ -313,7 +313,7 @@ class StepRunner:
             ("copies and snapshot loads", lambda: self.devices.change(changes, True)),
             ("snapshots between steps", lambda: self.save([])),
         ]
-        jobs += [(step.name, functools.partial(self._idle, step)) for step in steps]
+        jobs += [(step.name, functools.partial(self.run_idle, step)) for step in steps]
         jobs.append(("verification", self.devices.scan))
         if self._engine_plan.host_cache_bytes and self.plan.num_snapshots:
             devices = self.devices
@@ -333,7 +333,8 @@ class StepRunner:
         """Whether a step has programs of its own, which no prompt takes."""
         return plan.is_plain or (self._engine_plan.plain_size is None and not plan.holds_prompts)
 
-    def _idle(self, step: IdleStep, *, only_compiles: bool = False) -> None:
+    def run_idle(self, step: IdleStep, *, only_compiles: bool = False) -> None:
+        """Runs a step in which nobody takes part, or compiles its program."""
         nobody, lengths = step.nobody(), np.zeros(self._num_slots, np.int32)
         self.bring_masks(step.plan.rows, nobody)
         launch = self._prepare(step.plan, nobody, lengths, only_trunk=step.only_trunk)
@@ -350,11 +351,11 @@ class StepRunner:
     def _start_settings(self) -> None:
         """The devices have neither settings, counts nor masks."""
         self._repeated: tuple[StepPlan, tuple[Any, ...], dict[str, Any]] | None = None
-        self._counts = CountKeeper(
+        self.count_keeper = CountKeeper(
             self._engine_plan.count_entries, slots=self.plan.max_requests, shards=self._shards
         )
         self._has_counts: bool | None = None
-        self._followed = GrammarKeeper(
+        self.grammar_keeper = GrammarKeeper(
             self._grammars, num_slots=self._num_slots, width=self.draft_tokens + 1
         )
         self._has_masks: bool | None = None
@@ -374,9 +375,9 @@ class StepRunner:
                 self.devices.set_sampling(stacked)
                 self._known_sampling = rows
             self._known_running = weakref.ref(running)  # who has ended is not kept by it
-        counts = self._counts.counts_of(running) if running.penalises else None
+        counts = self.count_keeper.counts_of(running) if running.penalises else None
         if counts is not None or self._has_counts is not False:
-            self.devices.set_counts(counts or self._counts.no_entries())
+            self.devices.set_counts(counts or self.count_keeper.no_entries())
             self._has_counts = counts is not None
 
     def _reader_of_last(self) -> Callable[[], StepResult]:

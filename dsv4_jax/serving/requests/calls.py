@@ -91,53 +91,61 @@ class UndoLog:
         self._saved.append((mapping, saved))
 
 
+class CallLock:
+    """Who may call an engine: one call at a time, and the thread that holds it where one does.
+
+    Attributes:
+      lock: taken while a call is in progress.
+      holder: the thread that alone may call; None is any.
+    """
+
+    def __init__(self) -> None:
+        """Nobody calls, and any thread may."""
+        self.lock = threading.Lock()
+        self.holder: threading.Thread | None = None
+
+    def hold(self, thread: threading.Thread) -> None:
+        """Gives the engine to a thread, which alone may call it until `release`."""
+        self.holder = thread
+
+    def release(self, thread: threading.Thread) -> None:
+        """Takes the engine back from a thread, if that holds it."""
+        if self.holder is thread:
+            self.holder = None
+
+    def refuse_if_held(self, happened: str) -> None:
+        """Raises `RuntimeError` where another thread holds the engine.
+
+        Args:
+          happened: what the caller did, for the message.
+        """
+        if self.holder is not None and self.holder is not threading.current_thread():
+            raise RuntimeError(
+                f"an AsyncEngine holds the engine, and only its thread may call it, but {happened} "
+                "beside it; use that AsyncEngine, or close it first (Server and batch close "
+                "theirs when they end)"
+            )
+
+    def refuse_if_busy(self, happened: str) -> None:
+        """Raises `RuntimeError` where another thread holds the engine, or a call is in progress."""
+        if self.holder is not None:
+            self.refuse_if_held(happened)
+        if self.lock.locked():
+            raise RuntimeError(
+                f"an engine does one call at a time, and {happened} while another call was in "
+                "progress; where several threads use an engine, hold one lock around every call; "
+                "in a signal handler or a tokenizer, note what you want and call when the other "
+                "call has returned"
+            )
+
+
 class Exclusive(Protocol):
     """Who has methods that are `exclusive`."""
 
-    _lock: threading.Lock
-    _holder: threading.Thread | None
+    call_lock: CallLock
 
     def _settle(self) -> None:
         """What a call does first."""
-
-
-def hold(engine: Exclusive, thread: threading.Thread) -> None:
-    """Gives an engine to a thread, which alone may call it until `release`."""
-    engine._holder = thread
-
-
-def release(engine: Exclusive, thread: threading.Thread) -> None:
-    """Takes an engine back from a thread, if that holds it."""
-    if engine._holder is thread:
-        engine._holder = None
-
-
-def refuse_if_held(holder: threading.Thread | None, happened: str) -> None:
-    """Raises `RuntimeError` where another thread holds the engine.
-
-    Args:
-      holder: the thread that does, if one does.
-      happened: what the caller did, for the message.
-    """
-    if holder is not None and holder is not threading.current_thread():
-        raise RuntimeError(
-            f"an AsyncEngine holds the engine, and only its thread may call it, but {happened} "
-            "beside it; use that AsyncEngine, or close it first (Server and batch close "
-            "theirs when they end)"
-        )
-
-
-def refuse_if_busy(engine: Exclusive, happened: str) -> None:
-    """Raises `RuntimeError` where another thread holds the engine, or a call is in progress."""
-    if engine._holder is not None:
-        refuse_if_held(engine._holder, happened)
-    if engine._lock.locked():
-        raise RuntimeError(
-            f"an engine does one call at a time, and {happened} while another call was in "
-            "progress; where several threads use an engine, hold one lock around every call; in a "
-            "signal handler or a tokenizer, note what you want and call when the other call has "
-            "returned"
-        )
 
 
 def exclusive[S: Exclusive, **P, R](
@@ -170,12 +178,12 @@ def _exclusive[S: Exclusive, **P, R](
 ) -> Callable[Concatenate[S, P], R]:
     @functools.wraps(method)
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        refuse_if_busy(self, happened)
+        self.call_lock.refuse_if_busy(happened)
         # Nothing can be raised between taking the lock and being inside, since `with` does both in
         # C. Who comes between the question above and here waits for the other call to end.
-        with self._lock:
-            if self._holder is not None:  # that call may have given it to a thread
-                refuse_if_held(self._holder, happened)
+        with self.call_lock.lock:
+            if self.call_lock.holder is not None:  # that call may have given it to a thread
+                self.call_lock.refuse_if_held(happened)
             self._settle()
             return method(self, *args, **kwargs)
 

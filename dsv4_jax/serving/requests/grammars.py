@@ -30,7 +30,12 @@ MARK = "\uff5cDSML\uff5c"
 
 
 class Grammars:
-    """Compiles grammars for a model and its tokenizer; any thread may."""
+    """Compiles grammars for a model and its tokenizer; any thread may.
+
+    Attributes:
+      vocab_size: V.
+      compiled: by the `id` of a grammar, its matcher at the beginning.
+    """
 
     def __init__(
         self, config: DSV4Config, tokenizer: Tokenizer | None, *, is_allowed: bool = True
@@ -46,7 +51,7 @@ class Grammars:
         self.vocab_size = config.vocab_size
         self._end_tokens = list(config.eos_token_ids)
         self._tokenizer = tokenizer
-        self._compiled: dict[int, LLMatcher] = {}
+        self.compiled: dict[int, LLMatcher] = {}
         self._lock = threading.RLock()  # a grammar may be dropped at any time, by any thread
         self._held_bytes = 0  # by grammars that were tried
 
@@ -78,17 +83,17 @@ class Grammars:
           ValueError: it is no grammar, or too complex, or llguidance or a tokenizer is missing.
           GrammarsFullError: it was tried, and others hold so much that it has no room.
         """
-        if id(grammar) in self._compiled:
+        if id(grammar) in self.compiled:
             return
         text = self._text_of(grammar)
         try:
             compiler = self.compiler  # first, since a tokenizer may be what is wrong
             if trials is not None:
                 self._hold(grammar, trials.check(text), trials.bounds.held_bytes)
-            self._compiled[id(grammar)] = compiler.compile(text)
+            self.compiled[id(grammar)] = compiler.compile(text)
         except ValueError as error:
             raise ValueError(f"grammar must be a {grammar.kind}: {error}") from None
-        weakref.finalize(grammar, self._compiled.pop, id(grammar), None).atexit = False
+        weakref.finalize(grammar, self.compiled.pop, id(grammar), None).atexit = False
 
     def _hold(self, grammar: Grammar, num_bytes: int, most_bytes: int) -> None:
         """Counts what a grammar holds as long as it lives."""
@@ -109,11 +114,11 @@ class Grammars:
     def start(self, grammar: Grammar) -> LLMatcher:
         """What follows an answer from its first token on; errors are those of `check`."""
         self.check(grammar)
-        return self._compiled[id(grammar)].deep_copy()
+        return self.compiled[id(grammar)].deep_copy()
 
     def forget(self, grammar: Grammar) -> None:
         """Compiles it anew where it comes again: llguidance has noted all that it may."""
-        self._compiled.pop(id(grammar), None)
+        self.compiled.pop(id(grammar), None)
 
     @functools.cached_property
     def _vocabulary(self) -> LLTokenizer:

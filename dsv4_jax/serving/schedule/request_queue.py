@@ -173,7 +173,7 @@ class RequestQueue:
             request = next((one for one in ready if one.leader in (None, one)), None)
             if request is None:
                 break
-            wanted, hashed = self._wanted_tokens(request), self._hashed_of(request)
+            wanted, hashed = self._wanted_tokens(request), self.hashed_of(request)
             if is_busy:
                 before = len(hashed.contents)
                 if not hashed.hash_more(left):
@@ -216,7 +216,7 @@ class RequestQueue:
           is_over: whether there is no more time.
         """
         if any(manager.num_free_slots for manager in self.shards.managers):
-            for hashed in map(self._hashed_of, self.waiting[:_HASHED_AHEAD]):
+            for hashed in map(self.hashed_of, self.waiting[:_HASHED_AHEAD]):
                 while not is_over() and not hashed.hash_more(_HASHED_TOGETHER):
                     pass
         self._far().work(is_over)
@@ -301,7 +301,7 @@ class RequestQueue:
         """Tokens that a request needs blocks for now: those known, and those in flight."""
         return min(request.num_known + self._step_tokens, len(request.token_ids))
 
-    def _hashed_of(self, request: Request) -> HashedTokens:
+    def hashed_of(self, request: Request) -> HashedTokens:
         """What a request that waits knows, as it is looked up."""
         if request not in self._hashed:
             size = self.shards.managers[0].plan.block_tokens

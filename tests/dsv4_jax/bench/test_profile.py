@@ -43,7 +43,7 @@ def test_kernels_are_named_after_the_weights_they_read():
 
 def test_launches_of_a_kind_are_added_up_per_call():
     space = jax.profiler.ProfileData.text_proto_to_serialized_xspace(SPACE)
-    found = profile.summarise(profile._events(space), profile.kernel_labels(HLO), calls=2)
+    found = profile.summarise(profile.read_events(space), profile.kernel_labels(HLO), calls=2)
     assert found == [
         {"what": "append_and_flush", "launches": 1, "us": pytest.approx(4.5), "least_us": 1},
         {"what": "fusion attn_wq_b", "launches": 1, "us": pytest.approx(3.0), "least_us": 2},

@@ -77,7 +77,7 @@ def test_others_run_while_a_file_is_read_and_a_damaged_one_is_computed_again(
     run_to_end(second, later)
     assert second.requests[waits].slot < 0
     disk = second.loop.host.disk
-    path = next(page.path for page in disk._pages.values() if page.of == "blocks")
+    path = next(page.path for page in disk.pages if page.of == "blocks")
     path.write_bytes(path.read_bytes()[:-1])
     assert [problem.where for problem in second.verify().problems] == ["disk"]
     may_come.set()
@@ -95,8 +95,8 @@ def test_what_goes_to_the_disk_needs_room_for_one_page_of_the_host(build):
     assert first.loop.runner.devices.bytes_of_row("blocks") < 2100
     run_to_end(first, first.submit(prompt(np.random.default_rng(6), 300), **OPTIONS))
     first.close()
-    assert [page.of for page in first.loop.host.disk._pages.values()] == ["blocks"] * 2
-    assert not first.loop.host._stores.begun
+    assert [page.of for page in first.loop.host.disk.pages] == ["blocks"] * 2
+    assert not first.loop.host.stores.begun
 
 
 def test_the_state_of_an_engine_lists_what_lies_on_the_disk_alone(build, monkeypatch):
@@ -188,7 +188,7 @@ class MovedLife(Life):
         for page in tier.pages if self.rng.random() < 0.3 else ():
             if not page.slab.holders:
                 tier.drop(page)
-        if self.rng.random() < 0.01 and (pages := list(disk._pages.values())):
+        if self.rng.random() < 0.01 and (pages := disk.pages):
             path = pages[self.rng.integers(0, len(pages))].path
             damage = (path.unlink, lambda: path.write_bytes(path.read_bytes()[:-1]))
             with contextlib.suppress(FileNotFoundError):
@@ -210,7 +210,7 @@ def test_lives_that_go_on_in_the_next_engine(build, host_bytes):
         engine.close()
         disk = engine.loop.host.disk
         assert disk.num_bytes <= disk.max_bytes
-        disk._look()
+        disk.look()
         for problem in engine.verify().problems:
             assert problem.where == "disk"
         life.finish_requests()

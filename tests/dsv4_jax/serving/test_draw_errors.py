@@ -212,7 +212,7 @@ def run_to_end_through(engine, count):
     while engine.num_unfinished:
         try:
             engine.step()
-            assert engine._suspects.next() is None
+            assert engine.suspects.next() is None
         except ZeroDivisionError:
             raised += 1
     return engine.completion(request_id), raised

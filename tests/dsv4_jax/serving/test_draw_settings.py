@@ -91,7 +91,7 @@ def test_a_stream_brings_log_probabilities(alone):
 def test_who_finds_no_room_for_counts_waits(alone, monkeypatch):
     """It sits steps out, and gets the same."""
     engine = make_engine()
-    monkeypatch.setattr(engine.loop.runner._counts, "_has_room", lambda size: size <= 40)
+    monkeypatch.setattr(engine.loop.runner.count_keeper, "_has_room", lambda size: size <= 40)
     ids = [
         engine.submit(text, **WANTED, **asked)
         for text, asked in zip(texts(), SETTINGS, strict=True)

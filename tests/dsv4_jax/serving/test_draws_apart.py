@@ -150,7 +150,7 @@ def obedient_engine(**changes):
     """An engine on that device, which notes when masks are asked for too."""
     engine = make_engine(num_snapshots=0, **changes)
     device = engine.loop.runner.devices = Obedient(engine)
-    keeper = engine.loop.runner._followed
+    keeper = engine.loop.runner.grammar_keeper
     masks_of = keeper.masks_of
 
     def note(*arguments):
@@ -387,7 +387,7 @@ def test_nothing_that_the_two_programs_are_given_moves(monkeypatch):
         def note(*arrays, name=name, program=program, **static):
             leaves = jax.tree.leaves(arrays[1:])  # not the weights, and not the logits
             places[name].add(tuple(leaf.unsafe_buffer_pointer() for leaf in leaves))
-            assert engine.loop.runner.devices._undrawn is None
+            assert engine.loop.runner.devices.undrawn is None
             return program(*arrays, **static)
 
         monkeypatch.setattr(engine_arrays, name, note)
@@ -433,4 +433,4 @@ def test_nothing_compiles_when_the_first_answer_follows_a_grammar(engines):
     compiled = engine.metrics.compiles
     run_to_end(engine, *(submit(engine, number, salt="warm") for number in range(7)))
     assert engine.metrics.compiles == compiled
-    assert engine.loop.runner.devices._undrawn is None
+    assert engine.loop.runner.devices.undrawn is None

@@ -163,7 +163,7 @@ def test_it_is_read_between_steps_by_the_thread_that_steps(engine):
 
 
 def test_two_threads_cannot_look_at_once(engine):
-    with engine._lock, pytest.raises(RuntimeError, match="one call at a time"):
+    with engine.call_lock.lock, pytest.raises(RuntimeError, match="one call at a time"):
         read_state(engine)
 
 

@@ -18,7 +18,7 @@ def leave(engine):
         manager.evict(manager.num_blocks)
     host = engine.loop.host
     host.keep()
-    until(lambda: host.keep() is None and not host._stores._runs)
+    until(lambda: host.keep() is None and not host.stores.begun)
 
 
 def to_disk_alone(engine):
@@ -26,7 +26,7 @@ def to_disk_alone(engine):
     leave(engine)
     host = engine.loop.host
     host.settle(20.0)
-    until(lambda: host.keep() is None and not host._stores.writes.begun)
+    until(lambda: host.keep() is None and not host.stores.writes.begun)
     for page in host.tier.pages:
         host.tier.drop(page)
 
@@ -60,7 +60,7 @@ def test_pages_before_one_that_cannot_be_read_are_no_hit_without_their_bytes(eng
     damage(third.path)
     done = run_to_end(engine, engine.submit(text, **OPTIONS))[0]
     assert done == wanted
-    assert not engine.loop.host._fetches
+    assert not engine.loop.host.fetches
     host = engine.loop.host
     until(lambda: host.keep() is None and not any(slab.holders for slab in host.tier.slabs))
 
@@ -73,15 +73,15 @@ def test_files_that_somebody_else_removed_are_not_counted_for_ever(engine):
         run_to_end(engine, engine.submit(text, **OPTIONS))
         to_disk_alone(engine)
     counted = disk.num_bytes
-    for page in list(disk._pages.values()):
+    for page in disk.pages:
         page.path.unlink()
     run_to_end(engine, engine.submit(texts[0], **OPTIONS))
     # One that is missing is a reason to look for all.
-    until(lambda: all(page.path.exists() for page in list(disk._pages.values())))
+    until(lambda: all(page.path.exists() for page in disk.pages))
     for text in texts:
         run_to_end(engine, engine.submit(text, **OPTIONS))
         to_disk_alone(engine)
-    files = [path for path in disk._folder.glob("*/*") if path.is_file()]
+    files = [path for path in disk.folder.glob("*/*") if path.is_file()]
     assert len(files) == disk.num_pages > 0
     assert disk.num_bytes == sum(-(-path.stat().st_size // 4096) * 4096 for path in files)
     assert disk.num_bytes <= counted
@@ -150,9 +150,9 @@ def test_a_request_that_is_cancelled_while_its_copies_come_leaves_nothing_held(m
         engine.step()
         if not is_early:
             may_come.set()
-            until(lambda: all(run.packed.done() for f in host._fetches.values() for run in f.runs))
+            until(lambda: all(run.packed.done() for f in host.fetches.values() for run in f.runs))
         assert engine.cancel(waits)
-        assert not host._fetches
+        assert not host.fetches
         assert not any(slab.holders for slab in host.tier.slabs)
         tree = engine.loop.shards.managers[0].prefixes.tree
         assert {node.users for node in tree.nodes} <= {0, 1}

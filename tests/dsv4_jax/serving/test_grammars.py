@@ -304,14 +304,14 @@ def test_a_compiled_grammar_lives_as_long_as_its_object():
     engine = make_engine()
     grammars, one = engine.limits.grammars, Grammar("regex", "[a-c]{3}")
     grammars.check(one)
-    before = grammars._compiled[id(one)]
+    before = grammars.compiled[id(one)]
     grammars.check(one)
-    assert grammars._compiled == {id(one): before}
+    assert grammars.compiled == {id(one): before}
     other = Grammar("regex", "[a-c]{3}")
     grammars.check(other)
-    assert grammars._compiled[id(other)] is not before
+    assert grammars.compiled[id(other)] is not before
     del one, other, before
-    assert not grammars._compiled
+    assert not grammars.compiled
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -332,6 +332,6 @@ def test_a_grammar_is_forgotten_with_its_requests_and_waits_for_no_collector(n, 
             done = engine.completion(request_id)
             assert done.finish_reason == ("stop" if how == "ends" else "cancelled")
         assert seen() is None
-        assert not engine.limits.grammars._compiled
+        assert not engine.limits.grammars.compiled
     finally:
         gc.enable()

@@ -103,7 +103,7 @@ def test_a_request_that_came_holds_the_bytes_that_left():
         cached = source.snapshot(first)
         wanted = rows_of(source, first)
         came = target.restore(sent(cached))
-        with target._undo:
+        with target.undo:
             target.loop.queue.admit()
         assert_same_bytes(rows_of(target, came), wanted)
         tree = target.loop.shards.managers[0].prefixes

@@ -41,7 +41,7 @@ def evict(engine):
 def settle(engine):
     host = engine.loop.host
     engine.loop.host.keep()
-    while host._stores._runs:
+    while host.stores.begun:
         time.sleep(0.001)
         host.keep()
 
@@ -55,7 +55,7 @@ def check(engine):
         assert slab.num_bytes == slab.num_rows * slab.row_bytes
         assert slab.data is None or slab.data.nbytes == slab.num_bytes
         assert 0 < len(slab.pages) <= slab.num_rows
-    if not host._fetches and not host._stores._runs:
+    if not host.fetches and not host.stores.begun:
         assert not any(slab.holders for slab in slabs)
 
 
@@ -76,7 +76,7 @@ def live(engine, seed, count):
     life.finish()
     settle(engine)
     check(engine)
-    assert not engine.loop.host._fetches
+    assert not engine.loop.host.fetches
     return engine.metrics
 
 
@@ -210,7 +210,7 @@ def test_copies_on_their_way_back_are_bounded_however_many_wait_for_them(monkeyp
     engine.step()
     ids = [engine.submit(text, **OPTIONS) for text in texts]
     engine.step()
-    fetches = engine.loop.host._fetches.values()
+    fetches = engine.loop.host.fetches.values()
     begun = [sum(run.packed is not None for run in fetch.runs) for fetch in fetches]
     assert [len(fetch.runs) for fetch in fetches] == [3, 3, 3]
     assert begun == [2, 0, 0]
@@ -264,7 +264,7 @@ def test_work_for_a_prefix_comes_in_portions_while_somebody_runs(monkeypatch):
     assert run_to_end(engine, again)[0].hit_tokens == 512
     settle(engine)
     check(engine)
-    assert not host._fetches
+    assert not host.fetches
 
 
 def test_while_the_host_would_wait_for_a_step_all_comes_that_can(monkeypatch):
@@ -286,13 +286,13 @@ def test_while_the_host_would_wait_for_a_step_all_comes_that_can(monkeypatch):
 
     def has_all_come(back):
         looks.append(back)
-        fetch = engine.loop.host._fetches.get(waits)
+        fetch = engine.loop.host.fetches.get(waits)
         return fetch is not None and not fetch.is_coming
 
     monkeypatch.setattr(engine.loop.runner.devices, "is_ready", has_all_come)
     engine.step()  # hashes, since nobody asked for a prefix before
-    assert engine.loop.queue._hashed[waits].hash_more(0)
-    while waits not in engine.loop.host._fetches:
+    assert engine.loop.queue.hashed_of(waits).hash_more(0)
+    while waits not in engine.loop.host.fetches:
         engine.step()
     before = engine.metrics.steps
     until(lambda: engine.step() is not None and waits.slot >= 0)
@@ -338,7 +338,7 @@ def test_a_tier_of_several_processes_is_bounded_in_each():
 
     for number, bytes_at in enumerate([(60, 0), (0, 60), (30, 30)]):
         tier.let_go([add(number, *bytes_at)])
-    assert (tier._bytes_at, tier.num_bytes) == ([90, 90], 90)
+    assert (tier.bytes_at, tier.num_bytes) == ([90, 90], 90)
     assert add(3, 101, 0) is add(3, 0, 101) is None
     held = tier.slabs[:0:-1]  # in which order they stay
     tier.hold(held)
@@ -348,8 +348,8 @@ def test_a_tier_of_several_processes_is_bounded_in_each():
     assert add(4, 0, 60) is not None
     assert [slab.bytes_at for slab in tier.gone] == [(0, 60)]
     assert [slab.bytes_at for slab in tier.slabs] == [(60, 0), (30, 30), (0, 60)]
-    assert (tier._bytes_at, tier.problems()) == ([90, 90], [])
-    tier._bytes_at[1] += 1
+    assert (tier.bytes_at, tier.problems()) == ([90, 90], [])
+    tier.bytes_at[1] += 1
     assert [str(one.where) for one in tier.problems()] == ["host"]
 
 
@@ -485,7 +485,7 @@ def test_two_who_wait_for_one_prefix_bring_it_once(monkeypatch):
     runs = engine.submit(text[:9], **(OPTIONS | {"max_new_tokens": 60}))
     engine.step()
     assert engine.requests[runs].slot >= 0
-    assert len(engine.loop.host._fetches) == 1
+    assert len(engine.loop.host.fetches) == 1
     engine.cancel(ids.pop(1))  # who waits for another's copies may go, too
     may_come.set()
     done = run_to_end(engine, *ids)
@@ -493,7 +493,7 @@ def test_two_who_wait_for_one_prefix_bring_it_once(monkeypatch):
     assert [one.hit_tokens for one in done] == [256] * 2
     blocks, snapshot = 2 * row_bytes(engine.cache.paged), engine.plan.pools.bytes_per_snapshot
     assert engine.metrics.host_loaded_bytes == blocks + snapshot
-    assert not engine.loop.host._after
+    assert not engine.loop.host.followed
 
 
 @pytest.mark.parametrize("is_needed", slow.all_but([False], [False, True]))
@@ -514,12 +514,12 @@ def test_what_has_come_stays_until_its_request_is_admitted(monkeypatch, is_neede
     engine.step()
     assert [engine.requests[i].slot >= 0 for i in (*ids, waits)] == [True] * 4 + [False]
     may_come.set()
-    until(lambda: engine.step() is not None and engine.loop.host._fetches[engine.requests[waits]]
+    until(lambda: engine.step() is not None and engine.loop.host.fetches[engine.requests[waits]]
           .resumes is not None)  # fmt: skip
     evict(engine)
     assert engine.metrics.cached_blocks == 0  # those that have come are used
     if is_needed:  # four requests grow to three blocks each
-        while engine.loop.host._fetches:
+        while engine.loop.host.fetches:
             engine.step()
         assert engine.metrics.preempted == 0
     for request_id in ids:

@@ -74,7 +74,7 @@ def test_an_interrupt_in_any_function_changes_no_token(every):
 
 def id_life(engine, lines):
     """Requests of ids alone, which are counted in arrays, with interrupts in steps."""
-    rng, salt = np.random.default_rng(7), str(engine._next_id)
+    rng, salt = np.random.default_rng(7), str(engine.next_id)
     texts = [prompt(rng, n) for n in (130, 9, 30, 3, 20)]
     ids = [
         engine.submit(text, max_new_tokens=3 + n, stop_token_ids=(5,), salt=salt)
@@ -86,7 +86,7 @@ def id_life(engine, lines):
             with lines.tracing("step"):
                 engine.step()
         except Interrupt:
-            engine._undo.roll_back()
+            engine.undo.roll_back()
             assert truth(engine) == known
     assert not engine.verify().problems
     assert engine.metrics.first_token_s.count == engine.metrics.submitted

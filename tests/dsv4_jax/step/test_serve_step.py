@@ -23,7 +23,7 @@ def idle_call(engine):
     """The arguments of a step without rows."""
     patch = mock.patch.object(engine_arrays, "jit_serve_step", side_effect=InterruptedError)
     with patch as step, contextlib.suppress(InterruptedError):
-        engine.loop.runner._idle(IdleStep("idle", StepPlan.idle(BUCKET)))
+        engine.loop.runner.run_idle(IdleStep("idle", StepPlan.idle(BUCKET)))
     return step.call_args.args, step.call_args.kwargs
 
 
@@ -71,7 +71,7 @@ def test_an_idle_step_changes_nothing():
         return [np.array(leaf).tobytes() for leaf in leaves]
 
     before = everything()
-    engine.loop.runner._idle(IdleStep("idle", StepPlan.idle(BUCKET)))
+    engine.loop.runner.run_idle(IdleStep("idle", StepPlan.idle(BUCKET)))
     assert everything() == before
 
 

@@ -107,7 +107,7 @@ def test_an_engine_with_requests_of_its_own_is_not_taken(engine):
 
 def test_an_engine_in_the_middle_of_a_call_is_not_taken(engine):
     says = "one call at a time, and another AsyncEngine was made while"
-    with engine._lock, pytest.raises(RuntimeError, match=says):
+    with engine.call_lock.lock, pytest.raises(RuntimeError, match=says):
         serving.AsyncEngine(engine)
 
 

@@ -167,7 +167,7 @@ def test_drafts_change_no_greedy_token_across_shapes():
     while drafting.num_unfinished:
         # Of every other step's drafts the first two are right.
         for request_id, tokens in zip(ids, alone, strict=True):
-            request = drafting._requests[request_id]
+            request = drafting.requests[request_id]
             if drafting.metrics.steps % 2 and request.drafts:
                 request.drafts[:2] = tokens[request.num_drawn :][:2]
         drafting.step()
