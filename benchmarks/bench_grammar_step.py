@@ -130,9 +130,9 @@ def measure(engine, requests, arguments):
 
 def one_round(engine, name, requests, arguments, *, salt):
     """Ms of a step when all decode, and the tokens of each request."""
-    look_ahead = engine.loop._look_ahead
+    look_ahead = engine.loop.look_ahead
     if name == "waits":
-        engine.loop._look_ahead = lambda flight: None
+        engine.loop.look_ahead = lambda flight: None
     rng = np.random.default_rng(0)
     ids = []
     for number in range(requests):
@@ -154,7 +154,7 @@ def one_round(engine, name, requests, arguments, *, salt):
     for _ in range(arguments.steps):
         assert len(engine.step()) == requests, "every request is in every step"
     ms = 1e3 * (time.perf_counter() - started) / arguments.steps
-    engine.loop._look_ahead = look_ahead
+    engine.loop.look_ahead = look_ahead
     for one in ids:
         engine.cancel(one)
     return ms, [engine.completion(one).token_ids for one in ids]

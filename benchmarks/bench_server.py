@@ -121,7 +121,7 @@ def drive(engine, args):
 def in_loop(server, call):
     """What a call gives in the thread of the server's event loop."""
     over, results = threading.Event(), []
-    server._loop.call_soon_threadsafe(lambda: (results.append(call()), over.set()))
+    server.loop.call_soon_threadsafe(lambda: (results.append(call()), over.set()))
     over.wait()
     return results[0]
 

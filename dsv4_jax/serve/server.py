@@ -85,6 +85,7 @@ class Server:
     Attributes:
       endpoints: what answers.
       address: host and port.
+      loop: the event loop that serves; None until it does.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Server:
                 timeout_graceful_shutdown=int(settings.drain_timeout_s) + _MARGIN_S,
             )
         )
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -148,9 +149,9 @@ class Server:
     def drain(self) -> None:
         """Takes no more, lets what runs end for a time, then ends; from any thread."""
         self._uvicorn.should_exit = True  # there may be no event loop yet
-        if self._loop is not None:
+        if self.loop is not None:
             with contextlib.suppress(RuntimeError):  # it has ended
-                self._loop.call_soon_threadsafe(self._drain)
+                self.loop.call_soon_threadsafe(self._drain)
 
     def __enter__(self) -> Self:
         """Serves in a thread, from the time when this returns.
@@ -208,10 +209,10 @@ class Server:
             self.endpoints.close()
 
     async def _serve(self, ready: concurrent.futures.Future[None] | None) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         if ready is None:
             for number in (signal.SIGTERM, signal.SIGINT):
-                self._loop.add_signal_handler(number, self._drain)
+                self.loop.add_signal_handler(number, self._drain)
         serving = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._socket]))
         interval = sys.getswitchinterval()
         sys.setswitchinterval(min(interval, _SWITCH_S))
@@ -239,8 +240,8 @@ class Server:
             return
         self.endpoints.is_draining = True
         self._uvicorn.should_exit = True
-        assert self._loop is not None
-        self._loop.call_later(self._settings.drain_timeout_s, self.endpoints.stop)
+        assert self.loop is not None
+        self.loop.call_later(self._settings.drain_timeout_s, self.endpoints.stop)
 
 
 class _Uvicorn(uvicorn.Server):

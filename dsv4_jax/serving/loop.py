@@ -37,7 +37,7 @@ class ServingLoop:
     """Serves requests by steps.
 
     A step is launched, in the order: admit, reserve blocks, plan, bring changes to the device, run.
-    If the next one can be planned by what is known already (`_look_ahead`), it is launched too,
+    If the next one can be planned by what is known already (`look_ahead`), it is launched too,
     before the first is read and counted. So between two calls a step may be in flight. What leaves
     its slot then has a row there whose result is thrown away: the device runs launches in order, so
     that who gets the slot or the blocks later writes after that row.
@@ -49,11 +49,11 @@ class ServingLoop:
     Attributes:
       runner: the device's side.
       queue: who waits and who runs.
-      metrics: counters.
+      metrics: counters; `options`: the engine's.
       flight: the step that was launched and not handed out; None if there is none.
       host: copies of prefixes on the host; None if there are none.
       clock: gives seconds.
-      texts: of tokens, if there is a tokenizer.
+      texts: of tokens, if there is a tokenizer; `seals`: of the last check of the cache.
       pace: how long steps may take, and how long they take.
       alone: the one request that the step in progress serves, or the last one did; None is all.
     """
@@ -80,8 +80,8 @@ class ServingLoop:
         """
         self.runner, self.metrics, self.clock = runner, metrics, clock
         self.pace = Pace(plan, metrics)
-        self._plan, self._options, self.texts, self._undo = plan, plan.options, texts, undo
-        self._seals: Seals | tuple[Seals, ...] | None = None
+        self._plan, self.options, self.texts, self._undo = plan, plan.options, texts, undo
+        self.seals: Seals | tuple[Seals, ...] | None = None
         self._evicted_before, self._returns = (0, 0), True
         self.alone: Request | None = None
         self.flight: Flight[StepResult] | None = None
@@ -142,7 +142,7 @@ class ServingLoop:
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Everything is empty, and the unfinished requests wait, as they are."""
-        self.flight = self._reading = self._seals = None
+        self.flight = self._reading = self.seals = None
         self._evicted_before = (self.metrics.evicted_blocks, self.metrics.evicted_snapshots)
         self.runner.rebuild()
         self.queue.restart(self.new_shards(), requests)
@@ -164,7 +164,7 @@ class ServingLoop:
         following, was_read = None, flight.result is not None
         if self._plan.overlap and alone is None and not was_read:
             try:
-                outlook = self._look_ahead(flight)
+                outlook = self.look_ahead(flight)
                 following = None if outlook is None else self._launch(outlook, flight)
             except DrawError as error:  # nothing was launched
                 self._fail(error)
@@ -178,7 +178,7 @@ class ServingLoop:
             self.flight = self._launch_known()
         self._drop_dead_flight()
         self._count_evicted()
-        if self._options.debug:
+        if self.options.debug:
             self._verify()
         return tokens
 
@@ -195,13 +195,13 @@ class ServingLoop:
         self.drain()
         self.tell(None)
         scan = self.runner.devices.scan()
-        report = verify_scan(self.runner.cache, scan, self.shards.ledgers(), self._seals)
+        report = verify_scan(self.runner.cache, scan, self.shards.ledgers(), self.seals)
         return report.beside(self.host.problems() if self.host else ())
 
     def new_shards(self) -> DataShards:
         """Shards without requests, and copies to the host where there are any."""
         runner = self.runner
-        kinds = {"cache_format": runner.cache_format, "poison": self._options.debug}
+        kinds = {"cache_format": runner.cache_format, "poison": self.options.debug}
         shards = DataShards.planned(self._plan.data_shards, runner.config, runner.plan, **kinds)
         calls = {"apply": lambda: self.tell(self.flight, self._reading)}
         calls |= {"clock": self.clock, "metrics": self.metrics}
@@ -244,13 +244,13 @@ class ServingLoop:
             if alone is not None:
                 running = Running({alone.slot: alone}, running.known)
             running, lengths = self.runner.fitting(running), self.queue.shards.length_tokens
-            outlook = look(running, lengths, None, draft_tokens=self._options.draft_tokens)
+            outlook = look(running, lengths, None, draft_tokens=self.options.draft_tokens)
             try:
                 return self._launch(outlook, None)
             except DrawError as error:  # nothing was launched
                 self._fail(error)
 
-    def _look_ahead(self, flight: Flight[StepResult]) -> Outlook | None:
+    def look_ahead(self, flight: Flight[StepResult]) -> Outlook | None:
         """What the step after the one in flight begins with, whose tokens are on the device.
 
         None where that has to wait for the host: for what requests with grammars have drawn, if all
@@ -262,7 +262,7 @@ class ServingLoop:
         waits = self.runner.fitting(running) is not running
         if waits or [one for one in running.with_siblings if one.followers]:
             return None
-        lengths, draft_tokens = self.queue.shards.length_tokens, self._options.draft_tokens
+        lengths, draft_tokens = self.queue.shards.length_tokens, self.options.draft_tokens
         outlook = look(running, lengths, flight, draft_tokens=draft_tokens)
         waits = self._plan.plain_size is None and running.is_constrained and outlook.waits.any()
         if waits or not outlook.goes_on.any() or not self.queue.reserve_ahead(outlook.num_known):
@@ -276,10 +276,10 @@ class ServingLoop:
         where it is better launched when that has ended.
         """
         runner, running, shards = self.runner, outlook.running, self.queue.shards
-        if flight is not None and outlook.repeats and self._options.steps_per_call == 1:
+        if flight is not None and outlook.repeats and self.options.steps_per_call == 1:
             plan, places = flight.plan, flight.places
         else:
-            several = self._options.steps_per_call > 1 and runner.makes_several_steps(running)
+            several = self.options.steps_per_call > 1 and runner.makes_several_steps(running)
             sizes = (self._plan, runner.plan)
             plan, places = make_plan(outlook, *sizes, self.pace, makes_several=several)
         launched_s, load = self.clock(), None
@@ -349,7 +349,7 @@ class ServingLoop:
         if not self._returns:
             hand_out.note_unreturned()
         tokens = hand_out.run(self.texts)
-        if self.flight is None and self._options.draft_tokens:
+        if self.flight is None and self.options.draft_tokens:
             drafts = result.draft_token_ids[slots].tolist()
             for request, its_drafts in zip(hand_out.requests, drafts, strict=True):
                 request.drafts = its_drafts
@@ -389,7 +389,7 @@ class ServingLoop:
 
     def _verify(self) -> None:
         report = self.verify()
-        self._seals = report.seals
+        self.seals = report.seals
         if report.problems:
             raise CacheError(str(report))
 

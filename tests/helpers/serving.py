@@ -61,7 +61,7 @@ def single_steps(**changes):
     """An engine whose calls make one step each, with the programs of the others."""
     engine = engine_of_calls(**changes)
     loop = engine.loop
-    loop._options = dataclasses.replace(loop._options, steps_per_call=1)
+    loop.options = dataclasses.replace(loop.options, steps_per_call=1)
     return engine
 
 

@@ -198,7 +198,7 @@ def damage(mesh):
 def _verify(engine):
     """Problems now; what was sealed is what the first call found."""
     report = engine.verify()
-    engine.loop._seals = engine.loop._seals or report.seals
+    engine.loop.seals = engine.loop.seals or report.seals
     return report.problems
 
 

@@ -35,6 +35,7 @@ class Grammars:
     Attributes:
       vocab_size: V.
       compiled: by the `id` of a grammar, its matcher at the beginning.
+      held_bytes: by grammars that were tried.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self.compiled: dict[int, LLMatcher] = {}
         self._lock = threading.RLock()  # a grammar may be dropped at any time, by any thread
-        self._held_bytes = 0  # by grammars that were tried
+        self.held_bytes = 0
 
     def prepare(self) -> None:
         """Lets llguidance read the tokenizer, a second for V4's, before the first grammar comes.
@@ -98,18 +99,18 @@ class Grammars:
     def _hold(self, grammar: Grammar, num_bytes: int, most_bytes: int) -> None:
         """Counts what a grammar holds as long as it lives."""
         with self._lock:
-            held = self._held_bytes
+            held = self.held_bytes
             if held and held + num_bytes > most_bytes:
                 raise GrammarsFullError(
                     f"the forms of other answers hold {held} bytes, and {most_bytes} may be held "
                     "together; try again later"
                 )
-            self._held_bytes += num_bytes
+            self.held_bytes += num_bytes
         weakref.finalize(grammar, self._release, num_bytes).atexit = False
 
     def _release(self, num_bytes: int) -> None:
         with self._lock:
-            self._held_bytes -= num_bytes
+            self.held_bytes -= num_bytes
 
     def start(self, grammar: Grammar) -> LLMatcher:
         """What follows an answer from its first token on; errors are those of `check`."""

@@ -137,10 +137,10 @@ def test_what_a_client_that_left_has_asked_for_is_not_compiled(server, monkeypat
 def test_grammars_of_all_requests_hold_so_much_together_and_not_more(server, engine, monkeypatch):
     """Those of requests that wait, too; what they hold is free when they have ended."""
     grammars = engine.limits.grammars
-    until(lambda: not grammars._held_bytes)
+    until(lambda: not grammars.held_bytes)
     large = {"type": "integer", "multipleOf": 1201}
     assert post(server, with_schema(large)).status_code == 200
-    until(lambda: not grammars._held_bytes)
+    until(lambda: not grammars.held_bytes)
     trials = server.endpoints._intake._trials
     (held,) = {trials._known[key] for key in list(trials._known)[-1:]}
     assert held > 2**18
@@ -149,14 +149,14 @@ def test_grammars_of_all_requests_hold_so_much_together_and_not_more(server, eng
     long = with_schema(large, max_tokens=1500, stream=True)
     headers = {"content-type": "application/json"}
     with httpx.stream("POST", server.url + CHAT, json=long, headers=headers, timeout=60) as stream:
-        until(lambda: grammars._held_bytes == held)
+        until(lambda: grammars.held_bytes == held)
         refused = post(server, with_schema(large))
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         told = f"the forms of other answers hold {held} bytes, and {bounds.held_bytes} may be held"
         assert told in message_of(refused)
         assert post(server, with_schema({"type": "boolean"})).status_code == 200
         stream.close()
-    until(lambda: not grammars._held_bytes)
+    until(lambda: not grammars.held_bytes)
     monkeypatch.setattr(trials, "bounds", dataclasses.replace(bounds, held_bytes=1))
     assert post(server, with_schema(large)).status_code == 200  # beside nothing, any is taken
 
