@@ -130,6 +130,17 @@ def unpack_rows(
 def sum_rows(packed: jax.Array, *, backend: Backend | None = None) -> jax.Array:
     """The checksum of each row of bytes: 64 bits, against damage by accident.
 
+    In plain JAX, of rows of whole words:
+
+        words = jax.lax.bitcast_convert_type(packed.reshape(len(packed), -1, 4), jnp.uint32)
+        place, sums = jnp.arange(1, words.shape[1] + 1, dtype=jnp.uint32), []
+        for factor in (0x9E3779B1, 0x85EBCA77):
+            bits = words ^ (place * jnp.uint32(factor))
+            bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+            bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+            sums.append(jnp.sum(bits ^ (bits >> 16), axis=1, dtype=jnp.uint32))
+        sums = jnp.stack(sums, axis=1)
+
     Args:
       packed: u8[n, m].
       backend: implementation to use; None picks the fastest one that runs here. All give the same

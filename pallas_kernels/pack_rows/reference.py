@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.common import checksums
+from pallas_kernels.common.addressing import drop_absent
 
 
 def pack_rows(planes: Sequence[jax.Array], rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -34,8 +35,7 @@ def unpack_rows(planes: Sequence[jax.Array], rows: jax.Array, packed: jax.Array)
         shape = (rows.shape[0], plane.shape[0], *plane.shape[2:])
         bits = bits.reshape(shape if width == 1 else (*shape, width))
         values = jnp.moveaxis(jax.lax.bitcast_convert_type(bits, plane.dtype), 0, 1)
-        # -1 would be the last row, and what lies beyond the axis is dropped.
-        target = jnp.where(rows >= 0, rows, plane.shape[1])
+        target = drop_absent(rows, plane.shape[1])
         found.append(plane.at[:, target].set(values, mode="drop"))
         start += size
     return found

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common.codecs import rope_dim_of
 from pallas_kernels.common.norm_rope import rotate
 from pallas_kernels.gpu import triton
 from pallas_kernels.gpu.devices import current_device
@@ -224,7 +225,7 @@ class _Run(NamedTuple):
 
 def _runs_of(refs: Operands, dim: int) -> list[_Run]:
     """The columns as `triton_entries.load_rows` gives them."""
-    rope_dim = refs.ring["rope"].shape[-1] if "rope" in refs.ring else 0
+    rope_dim = rope_dim_of(refs.ring)
     counts = [dim - rope_dim, rope_dim] if rope_dim else [dim]
     return [
         _Run(number * counts[0], count, pl.next_power_of_2(count))

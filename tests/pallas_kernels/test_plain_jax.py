@@ -172,6 +172,11 @@ def case_of_unpack_rows():
     return given, {"written": pk.unpack_rows(**given)}
 
 
+def case_of_sum_rows():
+    given = {"packed": i32(RNG.integers(0, 256, (3, 8))).astype(jnp.uint8)}
+    return given, {"sums": pk.sum_rows(**given)}
+
+
 def case_of_append_tokens():
     """Token 9 of request 0 opens a window of 3, and token 10 leaves it open."""
     projections = {"values": f32(T, C), "scores": f32(T, C)}
