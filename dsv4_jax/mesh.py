@@ -60,27 +60,27 @@ def make_mesh(
     """
     data = checks.integer("data", data, 1, _MAX_DEVICES)
     model = checks.integer("model", model, 1, _MAX_DEVICES)
-    found: Sequence[Any] = jax.devices()
+    chosen: Sequence[Any] = jax.devices()
     if devices is not None:
         if isinstance(devices, np.ndarray) and devices.ndim > 1:
             if devices.shape != (data, model):
                 rule = f"devices in a row, or an array [data, model] = [{data}, {model}] of them"
                 checks.refuse("devices", rule, devices)
             devices = devices.reshape(-1)
-        found = checks.sequence("devices", devices, of="devices", limit=_MAX_DEVICES)
-        for device in found:
+        chosen = checks.sequence("devices", devices, of="devices", limit=_MAX_DEVICES)
+        for device in chosen:
             checks.instance("devices", device, jax.Device)
-        if len(found) != data * model:
+        if len(chosen) != data * model:
             rule = f"{data * model} devices, data={data} times model={model}"
-            checks.refuse("devices", rule, devices, f"these are {len(found)}")
-        if len(set(found)) < len(found):
+            checks.refuse("devices", rule, devices, f"these are {len(chosen)}")
+        if len(set(chosen)) < len(chosen):
             checks.refuse("devices", "devices that are all different", devices)
-    if len(found) < data * model:
+    if len(chosen) < data * model:
         raise ValueError(
-            f"data={data} times model={model} must be at most the {len(found)} devices that JAX "
+            f"data={data} times model={model} must be at most the {len(chosen)} devices that JAX "
             "has; start it where there are more"
         )
-    grid = np.array(found[: data * model], dtype=object).reshape(data, model)
+    grid = np.array(chosen[: data * model], dtype=object).reshape(data, model)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 2)
 
 

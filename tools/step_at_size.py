@@ -99,7 +99,7 @@ def compile_step(
         last = placed(jax.eval_shape(lambda: ServeOutput.empty(batch, 0, config.vocab_size)))
         step, arguments = jit_plain_decode_step, (params, cache, serve_input, last)
         if draws in ("trunk", "apart"):
-            step, arguments = jit_plain_trunk, (params, cache, serve_input.step, last)
+            step, arguments = jit_plain_trunk, (params, cache, serve_input.step_input, last)
         if draws == "apart":
             with jax.default_device(device):
                 _, rows = jax.eval_shape(functools.partial(plain_trunk, **static), *arguments)
@@ -142,7 +142,7 @@ def _serve_input(batch, draft_tokens, num_steps=1):
         tokens = jnp.zeros(batch * (draft_tokens + 1), jnp.int32)
         row = jnp.zeros(batch, jnp.int32)
         return ServeInput(
-            step=ds.StepInput(token_ids=tokens, request_ids=tokens, request_slots=row),
+            step_input=ds.StepInput(token_ids=tokens, request_ids=tokens, request_slots=row),
             num_checked=row,
             next_token_ids=row,
             sampling=ds.make_sampling(batch),

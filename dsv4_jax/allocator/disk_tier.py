@@ -279,9 +279,9 @@ class DiskTier:
         try:
             for page in _walk(self._root):
                 if page.path.parent.parent == self.folder:
-                    known = self._pages.get((page.of, page.key))
+                    before = self._pages.get((page.of, page.key))
                     if page.path not in self._refused:
-                        pages[page.of, page.key] = known or page
+                        pages[page.of, page.key] = before or page
                 else:
                     others[page.path] = page
         except OSError as error:

@@ -173,10 +173,10 @@ class PrefixTree:
 
     def add_match(self, tokens: HashedTokens, chain: Sequence[PrefixNode]) -> None:
         """Says that a sequence starts with these nodes, all of which somebody uses."""
-        known = self._matched.setdefault(tokens, [])
-        while known and not known[-1].is_kept:
-            known.pop()
-        known += chain[len(known) :]
+        matched = self._matched.setdefault(tokens, [])
+        while matched and not matched[-1].is_kept:
+            matched.pop()
+        matched += chain[len(matched) :]
 
     def has(self, key: bytes) -> bool:
         """Whether a node has that key, whatever its tokens are."""

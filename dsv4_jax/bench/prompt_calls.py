@@ -133,9 +133,13 @@ class PromptCalls:
             calls = [self._call(tokens, number) for tokens in prompts]
             one = calls[0] if mesh is None else on_shards(calls, mesh)
             if shared is not None:
-                whole = one.step if isinstance(one, ServeInput) else one
+                whole = one.step_input if isinstance(one, ServeInput) else one
                 whole = dataclasses.replace(whole, engram=shared)
-                one = dataclasses.replace(one, step=whole) if isinstance(one, ServeInput) else whole
+                one = (
+                    dataclasses.replace(one, step_input=whole)
+                    if isinstance(one, ServeInput)
+                    else whole
+                )
             self.inputs.append(one)
         cache = self._placed(cache)
         store = init_snapshot_store(cache, shards) if self.is_engines else None
@@ -167,7 +171,7 @@ class PromptCalls:
         if number < self.plan.resting:
             upper = jnp.full(self.plan.upper_tokens, -1, jnp.int32)
         return ServeInput(
-            step=step,
+            step_input=step,
             num_checked=jnp.ones(1, jnp.int32),
             next_token_ids=jnp.full(1, follows, jnp.int32),
             sampling=make_sampling(1),

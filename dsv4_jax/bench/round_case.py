@@ -137,7 +137,7 @@ class RoundCase:
         batch, count = tokens.shape
         rows = jnp.asarray(self.rows)
         given = ServeInput(
-            step=StepInput(
+            step_input=StepInput(
                 token_ids=jnp.asarray(tokens.reshape(-1), jnp.int32),
                 request_ids=jnp.repeat(rows, count),
                 request_slots=rows,
@@ -170,12 +170,12 @@ class RoundCase:
     def alone_input(self) -> ServeInput:
         """Of a round without drafts: what the round before drew, and padding in their places."""
         given = self.round_input()
-        place = jnp.arange(self.batch * self.row_tokens) % self.row_tokens
+        order = jnp.arange(self.batch * self.row_tokens) % self.row_tokens
         step = dataclasses.replace(
-            given.step, request_ids=jnp.where(place > 0, -1, given.step.request_ids)
+            given.step_input, request_ids=jnp.where(order > 0, -1, given.step_input.request_ids)
         )
         ones = jnp.ones(self.batch, jnp.int32)
-        return self.placed(dataclasses.replace(given, step=step, num_checked=ones))
+        return self.placed(dataclasses.replace(given, step_input=step, num_checked=ones))
 
     def first_tokens(self, config: DSV4Config) -> np.ndarray:
         """i32[B], random."""

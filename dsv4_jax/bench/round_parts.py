@@ -114,7 +114,7 @@ def picks_call(config: DSV4Config, activations: str) -> Any:
     def streams(
         params: DSV4Params, cache: ModelCache, serve_input: ServeInput, last: ServeOutput
     ) -> jax.Array:
-        step_input = pad_tokens(fill_in(serve_input.step, last))
+        step_input = pad_tokens(fill_in(serve_input.step_input, last))
         call = cache.index(step_input)
         staged = empty_staged(cache.state, call.positions.shape[0])
         params = with_activations(params, activations)

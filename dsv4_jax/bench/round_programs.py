@@ -176,5 +176,5 @@ def context_arguments(
     staged = jax.eval_shape(lambda: empty_staged(own.state, num_tokens))
     shape = (num_tokens, len(spec.target_layers), model.config.hidden_size)
     means = jax.ShapeDtypeStruct(shape, model.params.embed.dtype)
-    call = shapes_of(case.round_input().step)
+    call = shapes_of(case.round_input().step_input)
     return round_parts.context_params(model.params), own, staged, call, means

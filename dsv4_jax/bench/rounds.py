@@ -237,7 +237,7 @@ def _context(model: Model, case: RoundCase, loops: Loops) -> Iterator[dict[str, 
     params, own, staged, _, means = context_arguments(model, case, cache)
     staged = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), staged)
     noise = uniform(means.shape, jnp.uint32(0)).astype(means.dtype)
-    rest = own, staged, case.round_input().step, noise
+    rest = own, staged, case.round_input().step_input, noise
     microseconds = loops.median_us([(params, *rest), (copied(params), *rest)])
     yield {"ms": microseconds / 1e3}
 

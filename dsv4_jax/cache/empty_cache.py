@@ -145,10 +145,10 @@ def check_cache(config: DSV4Config, cache: ModelCache) -> None:
         )
     if cache.schemas not in (wanted, wanted[: len(layer_schedule(config))]):
         pairs = itertools.zip_longest(cache.schemas, wanted)
-        place = next(place for place, (found, own) in enumerate(pairs) if found != own)
+        layer = next(layer for layer, (given, own) in enumerate(pairs) if given != own)
         raise ValueError(
             "cache must be one that init_cache made for config, got one of "
-            f"{len(cache.schemas)} layers of which layer {place} is another than in the "
+            f"{len(cache.schemas)} layers of which layer {layer} is another than in the "
             f"{len(wanted)} of config"
         )
 

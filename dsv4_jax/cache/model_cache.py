@@ -137,8 +137,8 @@ class ModelCache:
         if schema is None or not schema.shares:
             schema, entry_layer = state.schema, None  # which is the same number
         else:
-            place = schema.entry_idx if entry_idx is None else entry_idx
-            entry_layer = jnp.asarray(place, jnp.int32) if schema.ratio else None
+            entry_idx = schema.entry_idx if entry_idx is None else entry_idx
+            entry_layer = jnp.asarray(entry_idx, jnp.int32) if schema.ratio else None
         return LayerCacheHandle(
             paged=self.paged.get(schema.entry_family),
             state=state,

@@ -174,7 +174,7 @@ def save_snapshots(
         token = positions - call.row_lengths[row, None] + call.row_offsets[row, None]
         in_call = positions >= call.row_lengths[row, None]
 
-        def place(name: str, plane: jax.Array) -> jax.Array:
+        def stored(name: str, plane: jax.Array) -> jax.Array:
             width = plane.shape[3:]
             values = ring[name][:, slot[:, None], jnp.maximum(positions, 0) % size]
             if new is not None:
@@ -185,7 +185,7 @@ def save_snapshots(
                 values = values[..., : width[-1]]
             return plane.at[:, target].set(values, mode="drop")
 
-        return {name: place(name, plane) for name, plane in kept.items()}
+        return {name: stored(name, plane) for name, plane in kept.items()}
 
     window = dict(store.window)
     tails: dict[str, Planes | None] = {"tail": store.tail, "index_tail": store.index_tail}
@@ -247,14 +247,14 @@ def load_snapshots(
     if not store.num_snapshots:
         return dict(state)
     loaded = {}
-    place = jnp.maximum(places, 0)
+    source = jnp.maximum(places, 0)
     for attn, pool in state.items():
         if attn not in store.window:
             loaded[attn] = pool
             continue
         target = drop_absent(slots, pool.num_slots)
         window = {
-            name: plane.at[:, target].set(store.window[attn][name][:, place], mode="drop")
+            name: plane.at[:, target].set(store.window[attn][name][:, source], mode="drop")
             for name, plane in pool.window.items()
         }
         tails = {}
@@ -268,7 +268,7 @@ def load_snapshots(
             row = jnp.maximum(ends[:, None] - compression_ratio + back, 0) % (2 * compression_ratio)
             tails[family] = {
                 name: plane.at[:, target[:, None], row, :width].set(
-                    kept[name][:, place], mode="drop"
+                    kept[name][:, source], mode="drop"
                 )
                 for name, plane in ring.items()
             }

@@ -107,7 +107,7 @@ def convert_checkpoint(
         raise ValueError(f"{destination} is a file; pass a directory")
     max_shard_bytes = SHARD_BYTES.read(max_shard_bytes, "max_shard_bytes")
     copied = _read_copied(source, follow_links)
-    found = open_checkpoint(
+    opened = open_checkpoint(
         source,
         jnp.bfloat16,
         keep=False,
@@ -115,13 +115,13 @@ def convert_checkpoint(
         follow_links=follow_links,
         drafts=checks.flag("drafts", drafts),
     )
-    tensors = _plan(source, weights, found)
+    tensors = _plan(source, weights, opened)
     record = ConversionRecord(
         destination, _describe_conversion(source, weights, max_shard_bytes, follow_links, drafts)
     )
     entries = {name: tensor.stored for name, tensor in tensors.items()}
     shards = split_into_shards(entries, max_shard_bytes)
-    has_own_names = weights == STORED or found.config.sources is not None
+    has_own_names = weights == STORED or opened.config.sources is not None
     rename = str if has_own_names else saved_name
     whole = record.find_whole(shards, progress)
     todo = {file: names for file, names in shards.items() if file not in whole}
@@ -160,37 +160,37 @@ def convert_checkpoint(
         write_json(destination / "config.json", _config(source, tensors))
 
 
-def _plan(source: pathlib.Path, weights: str, found: OpenCheckpoint) -> dict[str, _Tensor]:
+def _plan(source: pathlib.Path, weights: str, opened: OpenCheckpoint) -> dict[str, _Tensor]:
     """Every tensor by canonical name, checked."""
-    sources, problems = found.sources, []
-    for name, target in found.targets.items():
-        problems += found.find_damage(sources[name], target)
-        if found.checks_values and sources[name].scale is None:
+    sources, problems = opened.sources, []
+    for name, target in opened.targets.items():
+        problems += opened.find_damage(sources[name], target)
+        if opened.checks_values and sources[name].scale is None:
             problems += find_not_finite(sources[name].label, sources[name].read())
     if problems:
         raise ValueError(list_problems(source, problems))
     leaves = {}
-    for leaf, tensors in found.by_leaf().items():
-        leaves[leaf] = get_leaf(found.shapes, leaf)
+    for leaf, tensors in opened.by_leaf().items():
+        leaves[leaf] = get_leaf(opened.shapes, leaf)
         if weights == STORED:
             stored = [source for _, source in tensors]
-            leaves[leaf] = _released_leaf(leaf, leaves[leaf], stored, found.config.weight_block)
+            leaves[leaf] = _released_leaf(leaf, leaves[leaf], stored, opened.config.weight_block)
     tensors = {
         name: _Tensor(
             sources[name], target, leaves[target.leaf],
             list_entries(name, target, leaves[target.leaf]),
         )
-        for name, target in found.targets.items()
+        for name, target in opened.targets.items()
     }  # fmt: skip
-    return tensors | _plan_tables(weights, found)
+    return tensors | _plan_tables(weights, opened)
 
 
-def _plan_tables(weights: str, found: OpenCheckpoint) -> dict[str, _Tensor]:
+def _plan_tables(weights: str, opened: OpenCheckpoint) -> dict[str, _Tensor]:
     """The Engram tables, which are no leaves of parameters."""
-    if (engram := found.config.engram) is None:
+    if (engram := opened.config.engram) is None:
         return {}
     tables = {}
-    for layer, rows, source in zip(engram.layers, engram.table_rows, found.tables, strict=True):
+    for layer, rows, source in zip(engram.layers, engram.table_rows, opened.tables, strict=True):
         entries = table_entries(layer, rows, engram)
         if weights != STORED:
             entries = [dataclasses.replace(entries[0], dtype=np.dtype(jnp.bfloat16))]
@@ -269,12 +269,12 @@ def _describe_conversion(
 
 def _read_copied(source: pathlib.Path, follow_links: bool) -> dict[str, bytes]:
     """The contents of files that are copied, by name."""
-    found = {}
+    copied = {}
     for path in (path for pattern in _COPIED for path in sorted(source.glob(pattern))):
         if path.suffix or not path.is_dir():  # a folder of that name belongs to something else
             file = find_file(source, path.name, follow_links=follow_links)
-            found[path.name] = read_regular(file, _MAX_COPIED_BYTES)
-    return found
+            copied[path.name] = read_regular(file, _MAX_COPIED_BYTES)
+    return copied
 
 
 def _check_space(destination: pathlib.Path, entries: list[Entry]) -> None:

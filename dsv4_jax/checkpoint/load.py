@@ -93,7 +93,7 @@ def load_checkpoint(
     if dtype.name not in _DTYPES:
         raise ValueError(f"dtype must be one of {_DTYPES}, got {dtype.name}")
     directory = checks.path("path", path)
-    found = open_checkpoint(
+    opened = open_checkpoint(
         directory,
         dtype,
         keep=keep,
@@ -101,8 +101,8 @@ def load_checkpoint(
         follow_links=follow_links,
         drafts=checks.flag("drafts", drafts),
     )
-    warn_of_memory(found.tables)
-    config, shapes, by_leaf = found.config, found.shapes, found.by_leaf()
+    warn_of_memory(opened.tables)
+    config, shapes, by_leaf = opened.config, opened.shapes, opened.by_leaf()
     problems: list[str] = []
     wanted = {
         leaf: _wanted(get_leaf(shapes, leaf), tensors[0][1], keep=keep)
@@ -111,17 +111,17 @@ def load_checkpoint(
     open_stack = _stack_opener(config, shapes, wanted, mesh)
     filled: dict[str, Any] = {}
     rounded: dict[str, int] = {}
-    with Progress(len(found.targets), unit="tensor", doing="loading", shown=progress) as bar:
+    with Progress(len(opened.targets), unit="tensor", doing="loading", shown=progress) as bar:
         for leaf, tensors in by_leaf.items():
             stack = open_stack(leaf)
             for target, source in tensors:
                 bar.add()
                 if not stack.holds(target.index):
                     continue
-                damage = list(found.find_damage(source, target))
-                if not damage and (found.checks_values or not problems):
-                    arrays = _read(source, stack.wanted, target, quiet=found.checks_values)
-                    if found.checks_values and not is_quantized(stack.wanted):
+                damage = list(opened.find_damage(source, target))
+                if not damage and (opened.checks_values or not problems):
+                    arrays = _read(source, stack.wanted, target, quiet=opened.checks_values)
+                    if opened.checks_values and not is_quantized(stack.wanted):
                         damage = find_not_finite(source.label, *arrays)
                     if not (problems or damage):
                         stack.add(target.index, arrays)
@@ -135,7 +135,7 @@ def load_checkpoint(
     warn_of_rounded(rounded)
     leaves, treedef = jax.tree.flatten_with_path(shapes)
     params = jax.tree.unflatten(treedef, [filled[dotted_path(path)] for path, _ in leaves])
-    tables = open_tables(directory, config, found.tables, follow_links=follow_links)
+    tables = open_tables(directory, config, opened.tables, follow_links=follow_links)
     return config, dataclasses.replace(params, engram=tables)
 
 
@@ -242,13 +242,13 @@ def _put(stack: Any, index: jax.Array, arrays: tuple[jax.Array, ...]) -> Any:
     """Writes a tensor, as it is stored, into a stack."""
     if isinstance(stack, MXFP4):
         fields = {n: getattr(stack, n) for n in ("dtype", "activations", "row_group")}
-        one = MXFP4.from_stored(*arrays, **fields)
-        arrays = tuple(jax.tree.leaves(one))
+        weight = MXFP4.from_stored(*arrays, **fields)
+        arrays = tuple(jax.tree.leaves(weight))
     stacks, treedef = jax.tree.flatten(stack)
-    place = [index[i] for i in range(index.shape[0])]
+    indices = [index[i] for i in range(index.shape[0])]
 
     def write(stack: jax.Array, array: jax.Array) -> jax.Array:
-        start = [*place, *[0] * array.ndim]
-        return jax.lax.dynamic_update_slice(stack, array[(None,) * len(place)], start)
+        start = [*indices, *[0] * array.ndim]
+        return jax.lax.dynamic_update_slice(stack, array[(None,) * len(indices)], start)
 
     return jax.tree.unflatten(treedef, map(write, stacks, arrays))

@@ -91,9 +91,9 @@ def open_checkpoint(
     problems += others
     shapes, targets = param_shapes(config, dtype), all_targets(config, param_shapes(config, dtype))
     is_checked = _is_checked(sources, check_weights)
-    found = OpenCheckpoint(config, shapes, targets, sources, tables, is_checked)
-    _check_sources(found, problems, directory, keep=keep)
-    return found
+    opened = OpenCheckpoint(config, shapes, targets, sources, tables, is_checked)
+    _check_sources(opened, problems, directory, keep=keep)
+    return opened
 
 
 def _find_sources(
@@ -133,10 +133,10 @@ def _find_sources(
 
 
 def _check_sources(
-    found: OpenCheckpoint, problems: list[str], directory: pathlib.Path, *, keep: bool
+    opened: OpenCheckpoint, problems: list[str], directory: pathlib.Path, *, keep: bool
 ) -> None:
     """Raises if something does not fit; `problems` are those that are known already."""
-    sources, targets = found.sources, found.targets
+    sources, targets = opened.sources, opened.targets
     problems = problems + [
         f"missing: {name} {list(target.shape)}"
         for name, target in targets.items()
@@ -163,8 +163,8 @@ def _check_sources(
             if len(stored) > 1
         ]
     if problems:
-        for target, source in sound if found.checks_values else ():
-            problems += found.find_damage(source, target)
+        for target, source in sound if opened.checks_values else ():
+            problems += opened.find_damage(source, target)
         raise ValueError(list_problems(directory, problems))
 
 

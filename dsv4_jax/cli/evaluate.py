@@ -181,9 +181,9 @@ class _Report:
 
     def measure(self, name: str, config: DSV4Config, **options: Any) -> np.ndarray:
         """f32[n, T], the losses under a config; `params` and `activations` as options."""
-        for known in self.measured:
-            if known["name"] == name:
-                return np.asarray(known["losses"], np.float32)
+        for earlier in self.measured:
+            if earlier["name"] == name:
+                return np.asarray(earlier["losses"], np.float32)
         params = options.pop("params", self.params)
         doing = f"{name} ({len(self.measured) + 1} of {self.total})"
         losses = losses_by_row(params, self.rows, config=config, doing=doing, **options)

@@ -183,8 +183,8 @@ def stored_bytes(
     """Bytes of a checkpoint's tensors once they are loaded, floating-point ones in `dtype`."""
     size = np.dtype(dtype).itemsize
     total = 0
-    found = read_inventory(checkpoint, follow_links=follow_links, drafts=drafts)
-    for tensor in found.loaded.values():
+    inventory = read_inventory(checkpoint, follow_links=follow_links, drafts=drafts)
+    for tensor in inventory.loaded.values():
         is_dense = tensor.dtype.itemsize > 1 and not np.issubdtype(tensor.dtype, np.integer)
         each = size if is_dense else min(tensor.dtype.itemsize, 4)
         total += math.prod(tensor.shape) * each

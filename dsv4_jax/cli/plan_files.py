@@ -74,7 +74,7 @@ def count_files(
         whole = read_config(name, follow_links=follow_links) if is_preset else config
         return config, _count_release(config, whole)
     try:
-        found = read_inventory(directory, follow_links=follow_links, drafts=drafts)
+        inventory = read_inventory(directory, follow_links=follow_links, drafts=drafts)
     except FileNotFoundError as error:
         if any(directory.glob("*.safetensors*")):  # else a config alone, which is enough
             say(f"[files are not counted: {error}]")
@@ -83,8 +83,8 @@ def count_files(
         if drafts:
             warn_of_left_out(describe_config(contents, config, directory))
         return config, None
-    warn_of_left_out(found.left_out.describe(directory))
-    return found.config, _count(found)
+    warn_of_left_out(inventory.left_out.describe(directory))
+    return inventory.config, _count(inventory)
 
 
 @functools.cache
@@ -106,18 +106,18 @@ def _count_release(config: DSV4Config, whole: DSV4Config) -> Files | None:
     return Files(size_of(entries), named, images)
 
 
-def _count(found: Inventory) -> Files:
-    names, loaded = found.left_out, found.loaded
+def _count(inventory: Inventory) -> Files:
+    names, loaded = inventory.left_out, inventory.loaded
     left_out = {
-        f"draft ({names.stages} {names.draft or 'of an unknown kind'})": found.size_of(
+        f"draft ({names.stages} {names.draft or 'of an unknown kind'})": inventory.size_of(
             names.draft_names
         ),
-        "images": found.size_of(names.image_names),
+        "images": inventory.size_of(names.image_names),
     }
     draft = {}
-    if found.config.has_draft:
-        stages = len(draft_layers(found.config))
-        kind = DraftKind.MTP if found.config.dspark is None else DraftKind.DSPARK
+    if inventory.config.has_draft:
+        stages = len(draft_layers(inventory.config))
+        kind = DraftKind.MTP if inventory.config.dspark is None else DraftKind.DSPARK
         draft[f"draft ({stages} {kind})"] = size_of(
             tensor for name, tensor in loaded.items() if canonical_name(name).startswith("mtp.")
         )

@@ -66,13 +66,13 @@ def _check_links(directory: pathlib.Path, path: pathlib.Path) -> None:
     try:
         root = directory.resolve()
         places = (root, *_blobs_of(root))
-        for place in _walk(path):
-            if not any(place.is_relative_to(allowed) for allowed in places):
+        for target in _walk(path):
+            if not any(target.is_relative_to(allowed) for allowed in places):
                 blobs = " and of the blobs of its cache" if len(places) > 1 else ""
                 raise ValueError(
-                    f"{show_path(path)} is a link to {show_path(place)}, outside of the checkpoint "
-                    f"directory{blobs}; if you trust it, follow such links with follow_links=True "
-                    "(--follow-links)"
+                    f"{show_path(path)} is a link to {show_path(target)}, outside of the "
+                    f"checkpoint directory{blobs}; if you trust it, follow such links with "
+                    "follow_links=True (--follow-links)"
                 )
     except (RuntimeError, OSError) as error:  # links in a circle, names that are too long
         why = error.strerror if isinstance(error, OSError) else error

@@ -58,8 +58,8 @@ def check_formats(contents: dict[str, Any], *, block: int = 128) -> None:
             method = "fp8"
         else:
             _refuse("quantization_config" + (".quant_method" if method else ""), method or fields)
-    for name, known in _FP8_FIELDS.items():
-        _check_word(f"quantization_config.{name}", fields.get(name), known)
+    for name, allowed in _FP8_FIELDS.items():
+        _check_word(f"quantization_config.{name}", fields.get(name), allowed)
     _check_word("quantization_config.expert_dtype", fields.get("expert_dtype"), _EXPERTS)
     wanted = [block, block]
     size = (given or {}).get("weight_block_size", wanted)
@@ -67,39 +67,39 @@ def check_formats(contents: dict[str, Any], *, block: int = 128) -> None:
         _refuse("quantization_config.weight_block_size", size)
 
 
-def check_algorithms(fields: Any, place: str) -> None:
+def check_algorithms(fields: Any, path: str) -> None:
     """Refuses algorithms of modelopt, however deep they are named.
 
     Args:
       fields: an object of `config.json`, or all of `HF_QUANT_CONFIG`.
-      place: its name, or the empty text.
+      path: its name, or the empty text.
 
     Raises:
       ValueError: one is not read.
     """
-    found = list(_algorithms(fields, place))
+    found = list(_algorithms(fields, path))
     for name, value in sorted(found, key=lambda each: str(each[1]).lower() == "mixed_precision"):
         _check_word(name, value, _ALGORITHMS)
 
 
-def _algorithms(fields: Any, place: str) -> Iterator[tuple[str, Any]]:
+def _algorithms(fields: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(fields, list):
         fields = {str(number): value for number, value in enumerate(fields)}
     if not isinstance(fields, dict):
         return
     for name, value in fields.items():
         if name in ("quant_algo", "moe_quant_algo") and value is not None:
-            yield _join(place, name), value
+            yield _join(path, name), value
         else:
-            yield from _algorithms(value, _join(place, name))
+            yield from _algorithms(value, _join(path, name))
 
 
-def _join(place: str, name: str) -> str:
-    return f"{place}.{name}" if place else name
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
-def _check_word(name: str, value: Any, known: tuple[Any, ...]) -> None:
-    if value is not None and (not isinstance(value, str) or value.lower() not in known):
+def _check_word(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value is not None and (not isinstance(value, str) or value.lower() not in allowed):
         _refuse(name, value)
 
 

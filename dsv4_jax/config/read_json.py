@@ -302,10 +302,10 @@ def _types_of_ratios(
     numbers: list[int], compression_ratios: dict[AttentionType, int]
 ) -> tuple[dict[int, AttentionType], dict[AttentionType, int]]:
     """What each number of `compress_ratios` means: 0 SWA, the smaller ratio CSA, the larger HCA."""
-    known = {CSA: 4, HCA: 128} | compression_ratios
+    ratios = {CSA: 4, HCA: 128} | compression_ratios
     distinct = sorted(set(numbers) - {0})
-    by_ratio = {0: SWA} | {number: attn for attn, number in known.items()}
-    is_ambiguous = known[CSA] == known[HCA] and known[CSA] in distinct
+    by_ratio = {0: SWA} | {number: attn for attn, number in ratios.items()}
+    is_ambiguous = ratios[CSA] == ratios[HCA] and ratios[CSA] in distinct
     if all(ratio in by_ratio for ratio in distinct) and not is_ambiguous:
         return by_ratio, compression_ratios
     if len(distinct) == 2 and not compression_ratios:
@@ -314,7 +314,7 @@ def _types_of_ratios(
         )
     raise ValueError(
         f"compress_ratios holds {show(distinct)}, which do not tell CSA from HCA; "
-        f"add compress_rates with the compression ratio of each layer type (known: {known})"
+        f"add compress_rates with the compression ratio of each layer type (known: {ratios})"
     )
 
 

@@ -59,12 +59,12 @@ def read_rope(data: dict[str, Any]) -> dict[str, Any]:
             if not isinstance(parameters.get(label), dict):
                 raise ValueError(f"rope_parameters.{label} is missing beside the other table")
         main, compress = parameters["main"], parameters["compress"]
-        place = "rope_parameters.compress"
+        field = "rope_parameters.compress"
     else:
         _check_flat_theta(data, parameters)
         is_scaling = parameters.keys() - {"rope_theta", "partial_rotary_factor"}
         main, compress = {}, parameters if is_scaling else data.get("rope_scaling") or {}
-        place = "rope_parameters" if is_scaling else "rope_scaling"
+        field = "rope_parameters" if is_scaling else "rope_scaling"
     thetas = {}
     for name, label, table in (
         ("rope_theta", "main", main),
@@ -82,7 +82,7 @@ def read_rope(data: dict[str, Any]) -> dict[str, Any]:
         thetas[name] = float(nested if nested is not None else require(data, name))
     if main.get("rope_type", "default") != "default":
         raise ValueError(f"rope_parameters.main.rope_type must be 'default', got {show(main)}")
-    scaling = _yarn(compress, place)
+    scaling = _yarn(compress, field)
     released = data.get("rope_scaling")
     if released and _yarn(released, "rope_scaling") != scaling:
         raise ValueError(
@@ -102,27 +102,27 @@ def _check_flat_theta(data: dict[str, Any], parameters: dict[str, Any]) -> None:
         )
 
 
-def _yarn(table: dict[str, Any], place: str) -> YarnScaling | None:
+def _yarn(table: dict[str, Any], field: str) -> YarnScaling | None:
     kind = table.get("rope_type", table.get("type", "default"))
     if kind == "default":
         return None
     if kind != "yarn":
-        raise ValueError(f"{place}.rope_type must be 'yarn' or 'default', got {show(kind)}")
+        raise ValueError(f"{field}.rope_type must be 'yarn' or 'default', got {show(kind)}")
     for name in ("factor", "original_max_position_embeddings"):
         if table.get(name) is None:
-            raise ValueError(f"{place}, which is yarn, lacks {name}")
-    if "attention_factor" not in table and place == "rope_parameters.compress":
+            raise ValueError(f"{field}, which is yarn, lacks {name}")
+    if "attention_factor" not in table and field == "rope_parameters.compress":
         raise ValueError(
-            f"{place}, which is yarn, lacks attention_factor, for which transformers takes another "
+            f"{field}, which is yarn, lacks attention_factor, for which transformers takes another "
             "than the 1.0 of DeepSeek-V4; add it"
         )
     if table.get("attention_factor", 1.0) != 1.0:
         raise ValueError(
-            f"{place}.attention_factor must be 1.0, got {show(table['attention_factor'])}"
+            f"{field}.attention_factor must be 1.0, got {show(table['attention_factor'])}"
         )
     if not table.get("truncate", True):
         raise ValueError(
-            f"{place}.truncate must be true, got false, which stretches other frequencies"
+            f"{field}.truncate must be true, got false, which stretches other frequencies"
         )
     return YarnScaling(
         factor=float(table["factor"]),

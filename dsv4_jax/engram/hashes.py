@@ -25,9 +25,9 @@ def multipliers(config: EngramConfig) -> np.ndarray:
     """i64[L, max_ngram], odd: what an id is multiplied with by how far back it lies."""
     released = _RELEASED_IDS, len(RELEASED_MULTIPLIERS[1])
     if (config.num_normalized_ids, config.max_ngram) == released:
-        known = [RELEASED_MULTIPLIERS.get(layer) for layer in config.layers]
-        if all(known):
-            return np.array(known, np.int64)
+        of_layers = [RELEASED_MULTIPLIERS.get(layer) for layer in config.layers]
+        if all(of_layers):
+            return np.array(of_layers, np.int64)
     bound = max(np.iinfo(np.int64).max // config.num_normalized_ids // 2, 1)
     drawn = [
         np.random.default_rng(_SEED * layer).integers(0, bound, config.max_ngram, np.int64)

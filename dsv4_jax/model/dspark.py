@@ -116,12 +116,12 @@ def run_blocks(
     ids = jnp.full((num_blocks, size), spec.noise_token_id, jnp.int32)
     ids = ids.at[:, 0].set(anchor_ids).reshape(-1)
     residual = start_residual(embed(params, ids, config), shifted=config.shifted_streams)
-    places, config = draft_layers(config), stage_config(config)
+    specs, config = draft_layers(config), stage_config(config)
     with using(params.peers):
-        for layer, place in zip(draft.layers, places, strict=True):
+        for layer, layer_spec in zip(draft.layers, specs, strict=True):
 
             def attention(
-                layer: AttentionParams, x: jax.Array, family_idx: int = place.family_idx
+                layer: AttentionParams, x: jax.Array, family_idx: int = layer_spec.family_idx
             ) -> tuple[None, Output]:
                 return None, block_attention(layer, x, state, family_idx, blocks, config)
 

@@ -32,9 +32,9 @@ _LEAST = 1e-6
 
 def look_up_rows(tables: EngramTables, token_ids: jax.Array) -> jax.Array:
     """f32[B, T, L, width] of i32[B, T], gathered on the host; in a program by a callback."""
-    known = checks.known_values(token_ids)
-    if known is not None:
-        return jnp.asarray(tables.rows(known))
+    values = checks.known_values(token_ids)
+    if values is not None:
+        return jnp.asarray(tables.rows(values))
     shape = (*token_ids.shape, len(tables.tables), tables.config.width)
     wanted = jax.ShapeDtypeStruct(shape, jnp.float32)
     return jax.pure_callback(functools.partial(_rows, tables), wanted, token_ids)
@@ -58,9 +58,9 @@ def look_up_call(
     """
     tables = tables_of(params, config)
     back = look_back(cache, token_ids, call)
-    known = checks.known_values(back)
-    if known is not None:
-        return tables.take(known)
+    values = checks.known_values(back)
+    if values is not None:
+        return tables.take(values)
     return jax.pure_callback(functools.partial(_take, tables), tables.shapes(len(token_ids)), back)
 
 

@@ -102,11 +102,11 @@ def unstack_layers(params: DSV4Params, *, donate: bool = False) -> DSV4Params:
 
     def unstack(stack: Any) -> list[Any]:
         sharding = getattr(stack, "sharding", None)
-        place = layer_sharding(sharding) if isinstance(sharding, NamedSharding) else None
+        of_layer = layer_sharding(sharding) if isinstance(sharding, NamedSharding) else None
         if isinstance(stack, jax.ShapeDtypeStruct):
-            layer = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=place)
+            layer = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=of_layer)
             return [layer] * stack.shape[0]
-        layers = [_take_layer(stack, i, place) for i in range(stack.shape[0])]
+        layers = [_take_layer(stack, i, of_layer) for i in range(stack.shape[0])]
         if donate:
             jax.block_until_ready(layers)
             stack.delete()
@@ -134,9 +134,11 @@ def layer_sharding(sharding: NamedSharding) -> NamedSharding:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _take_layer(stack: jax.Array, index: jax.Array | int, place: NamedSharding | None) -> jax.Array:
+def _take_layer(
+    stack: jax.Array, index: jax.Array | int, sharding: NamedSharding | None
+) -> jax.Array:
     layer = jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
-    return layer if place is None else jax.lax.with_sharding_constraint(layer, place)
+    return layer if sharding is None else jax.lax.with_sharding_constraint(layer, sharding)
 
 
 def param_shapes(
@@ -230,11 +232,11 @@ def init_params(config: DSV4Config, key: jax.Array, dtype: Any = jnp.float32) ->
 
 def _float_dtype(dtype: Any) -> Any:
     try:
-        known = dtype is not None and not isinstance(dtype, np.generic)
-        known = known and jnp.dtype(dtype).name in ("float32", "bfloat16", "float16")
+        is_float = dtype is not None and not isinstance(dtype, np.generic)
+        is_float = is_float and jnp.dtype(dtype).name in ("float32", "bfloat16", "float16")
     except TypeError:
-        known = False
-    if not known:
+        is_float = False
+    if not is_float:
         checks.refuse("dtype", "float32, bfloat16 or float16", dtype)
     return dtype
 

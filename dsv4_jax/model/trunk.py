@@ -179,14 +179,14 @@ def _halves(
     """
     if upper is None:
         return schedule, ()
-    found = upper_layers(config)
-    if found is None:
+    halves = upper_layers(config)
+    if halves is None:
         raise ValueError(
             "upper must be None of a model all of whose layers make entries of their own, got "
             f"i32{list(upper.shape)}"
         )
     assert staged is not None, "rings take the tokens of all rows together"
-    return schedule[: found.first], schedule[found.first :]
+    return schedule[: halves.first], schedule[halves.first :]
 
 
 def _run_part(
@@ -344,12 +344,12 @@ def keep(
         pending = NewTokens(window={}, compressor=new.compressor, indexer=None)
         other = handle.schema.entry_family, handle.entry_layer, entry_layer, pending
         parts = [(attn, handle.layer, layer, window), other]
-    for family, number, place, tokens in parts:
+    for family, number, static_number, tokens in parts:
         if staged is None:
             state = commit_tokens(cache.state[family], tokens, handle.call, layer=number)
             cache = dataclasses.replace(cache, state={**cache.state, family: state})
         else:
-            index = number if place is None else place
+            index = number if static_number is None else static_number
             staged = {**staged, family: put_layer(staged[family], index, tokens)}
     return cache, staged
 

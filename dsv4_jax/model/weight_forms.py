@@ -36,9 +36,9 @@ def dtype_beside(weights: str, dtype: Any = None) -> np.dtype:
       ValueError: it is another than that of the dense weights.
     """
     is_stored = weights == STORED
-    found = jnp.dtype((jnp.bfloat16 if is_stored else weights) if dtype is None else dtype)
-    if not is_stored and found.name != weights:
+    beside = jnp.dtype((jnp.bfloat16 if is_stored else weights) if dtype is None else dtype)
+    if not is_stored and beside.name != weights:
         raise ValueError(
-            f"dtype must be that of the decoded weights, {weights}, got {found.name}; leave it out"
+            f"dtype must be that of the decoded weights, {weights}, got {beside.name}; leave it out"
         )
-    return found
+    return beside

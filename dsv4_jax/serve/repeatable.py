@@ -34,10 +34,10 @@ class FileOrder:
         self._written = 0
         self._changed = asyncio.Condition()
 
-    async def wait_for(self, place: int) -> None:
-        """Returns when the answers before that place, from 0, are written."""
+    async def wait_for(self, line_number: int) -> None:
+        """Returns when the answers of the lines before that one, from 0, are written."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._written == place)
+            await self._changed.wait_for(lambda: self._written == line_number)
 
     async def note_written(self) -> None:
         """Says that the answer whose turn it was is written."""

@@ -202,13 +202,13 @@ def _add_files(
     for page in reversed(disk.latest()):
         if page.key not in by_key and page.parent is not None:
             following.setdefault(page.parent, []).append(page.key)
-    known = collections.deque([NO_PARENT, *by_key])
-    while known and len(read) < MAX_NODES:
-        parent_key = known.popleft()
+    reached = collections.deque([NO_PARENT, *by_key])
+    while reached and len(read) < MAX_NODES:
+        parent_key = reached.popleft()
         parent = by_key.get(parent_key, -1)
         for key in following.pop(parent_key, ())[: MAX_NODES - len(read)]:
             by_key[key] = len(read)
-            known.append(key)
+            reached.append(key)
             before = 0 if parent < 0 else read[parent]["tokens"]
             read.append(
                 {

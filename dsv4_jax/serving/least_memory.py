@@ -21,9 +21,9 @@ def least_memory(hosts: Hosts, memory: Memory | None) -> Memory | None:
       memory: of this one.
     """
     machines = hosts.share(_machine())
-    known = memory or Memory("", -1, -1)
-    free = hosts.share(known.free_bytes)
-    totals = hosts.share(known.total_bytes)
+    own = memory or Memory("", -1, -1)
+    free = hosts.share(own.free_bytes)
+    totals = hosts.share(own.total_bytes)
     if min(free) < 0:
         return None
     parts = [one // machines.count(its) for one, its in zip(free, machines, strict=True)]

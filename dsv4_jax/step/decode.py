@@ -109,7 +109,7 @@ def decode_loop(
     checks.instance("sampling", sampling, Sampling)
     check_call(params, cache, step_input, config, activations, num_steps=num_steps)
 
-    def step(
+    def draw_next(
         carry: tuple[ModelCache, jax.Array, jax.Array], _: None
     ) -> tuple[tuple[ModelCache, jax.Array, jax.Array], jax.Array]:
         cache, token_ids, request_ids = carry
@@ -129,7 +129,7 @@ def decode_loop(
         return carry, drawn
 
     start = (cache, step_input.token_ids, step_input.request_ids)
-    (cache, _, _), drawn = jax.lax.scan(step, start, length=num_steps)
+    (cache, _, _), drawn = jax.lax.scan(draw_next, start, length=num_steps)
     return cache, drawn.T
 
 

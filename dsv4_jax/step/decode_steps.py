@@ -24,6 +24,7 @@ from dsv4_jax.step.serve_values import (
     fill_in,
 )
 from dsv4_jax.step.step import check_call
+from pallas_kernels.common.addressing import drop_absent
 
 
 @on_mesh(("cache", BY_ROW))
@@ -59,11 +60,11 @@ def plain_decode_steps(
     Raises:
       ValueError: as in `serve_step`.
     """
-    step_input = fill_in(serve_input.step, last)
+    step_input = fill_in(serve_input.step_input, last)
     check_call(params, cache, step_input, config, activations, num_steps=num_steps)
     row = jnp.maximum(step_input.request_ids, 0)
 
-    def step(
+    def draw_next(
         carry: tuple[ModelCache, jax.Array], number: jax.Array
     ) -> tuple[tuple[ModelCache, jax.Array], tuple[jax.Array, jax.Array]]:
         cache, token_ids = carry
@@ -73,7 +74,7 @@ def plain_decode_steps(
         cache, output = plain_decode_step(
             params,
             cache,
-            dataclasses.replace(serve_input, step=now, num_steps=None),
+            dataclasses.replace(serve_input, step_input=now, num_steps=None),
             config=config,
             activations=activations,
         )
@@ -81,7 +82,7 @@ def plain_decode_steps(
         return (cache, jnp.maximum(drawn, 0)[row]), (drawn, output.num_kept)
 
     numbers = jnp.arange(num_steps, dtype=jnp.int32)
-    (cache, _), (drawn, num_kept) = jax.lax.scan(step, (cache, step_input.token_ids), numbers)
+    (cache, _), (drawn, num_kept) = jax.lax.scan(draw_next, (cache, step_input.token_ids), numbers)
     no_drafts = jnp.zeros((drawn.shape[1], 0), jnp.int32)
     logprobs = None if last is None else last.logprobs
     return cache, ServeOutput.of(drawn.T, jnp.sum(num_kept, axis=0), no_drafts, logprobs)
@@ -134,22 +135,24 @@ def serve_rounds(
       ValueError: as in `serve_step`.
     """
     assert serve_input.num_steps is not None
-    num_steps_of, named = serve_input.num_steps, _named_rows(serve_input.step)
+    num_steps_of, named = serve_input.num_steps, _named_rows(serve_input.step_input)
 
-    def step(
+    def serve_next(
         carry: tuple[ModelCache, SnapshotStore, ServeOutput], number: jax.Array
     ) -> tuple[
         tuple[ModelCache, SnapshotStore, ServeOutput], tuple[jax.Array, jax.Array, jax.Array]
     ]:
         cache, store, last = carry
-        now = _rows_of(serve_input.step, number, serve_input)
+        now = _rows_of(serve_input.step_input, number, serve_input)
         token_ids = jnp.where(number == 0, now.token_ids, named)
         cache, store, output = serve_step(
             params,
             cache,
             store,
             dataclasses.replace(
-                serve_input, step=dataclasses.replace(now, token_ids=token_ids), num_steps=None
+                serve_input,
+                step_input=dataclasses.replace(now, token_ids=token_ids),
+                num_steps=None,
             ),
             last,
             config=config,
@@ -173,7 +176,7 @@ def serve_rounds(
 
     numbers = jnp.arange(num_steps, dtype=jnp.int32)
     (cache, store, left), (drawn, num_kept, num_drafts) = jax.lax.scan(
-        step, (cache, store, last), numbers
+        serve_next, (cache, store, last), numbers
     )
     output = ServeOutput.of(
         jnp.moveaxis(drawn, 0, 1).reshape(drawn.shape[1], -1),
@@ -210,6 +213,6 @@ def _named_rows(step_input: StepInput) -> jax.Array:
     num_rows, row = step_input.request_slots.shape[0], step_input.request_ids
     order = jnp.arange(row.shape[0], dtype=jnp.int32)
     first = jnp.full(num_rows, row.shape[0], jnp.int32)
-    first = first.at[jnp.where(row < 0, num_rows, row)].min(order, mode="drop")
+    first = first.at[drop_absent(row, num_rows)].min(order, mode="drop")
     after = order - first[jnp.maximum(row, 0)]
     return jnp.where(after == 0, LAST_DRAWN, FIRST_DRAFT + 1 - after)

@@ -179,11 +179,11 @@ def _most_likely(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     values = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
-    place = place_on(MODEL)
-    if isinstance(place, int):
+    shard = place_on(MODEL)
+    if isinstance(shard, int):
         return best, values
     bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)
-    mine = jnp.stack([bits, best + place * logits.shape[-1]])
+    mine = jnp.stack([bits, best + shard * logits.shape[-1]])
     bits, tokens = jnp.moveaxis(gather_over_model(mine), 1, 0)
     of_all = jax.lax.bitcast_convert_type(bits, jnp.float32)
     winner = jnp.argmax(of_all, axis=0)[None]
@@ -267,21 +267,21 @@ def _penalise(
     seen = jnp.zeros((num_rows, vocab_size), jnp.int32)
     seen = seen.at[counts.rows, counts.token_ids].add(counts.counts, **write)[:, None]
     if drafts is not None and width > 1:
-        row, place, draft = jnp.indices((num_rows, width, width - 1), dtype=jnp.int32)
-        before = jnp.where(draft < place, drafts[:, None], -1)
-        seen = jnp.broadcast_to(seen, logits.shape).at[row, place, before].add(1, **write)
+        row, number, draft = jnp.indices((num_rows, width, width - 1), dtype=jnp.int32)
+        before = jnp.where(draft < number, drafts[:, None], -1)
+        seen = jnp.broadcast_to(seen, logits.shape).at[row, number, before].add(1, **write)
     once = sampling.presence_penalty[:, None, None] * (seen > 0).astype(jnp.float32)
     each = sampling.frequency_penalty[:, None, None] * seen.astype(jnp.float32)
     return logits - (once + each)
 
 
-def _mask(logits: jax.Array, masks: TokenMasks, place: jax.Array | int = 0) -> jax.Array:
-    """Minus infinity for tokens that masked rows must not draw, of part `place` of V tokens."""
+def _mask(logits: jax.Array, masks: TokenMasks, shard: jax.Array | int = 0) -> jax.Array:
+    """Minus infinity for tokens that masked rows must not draw, of part `shard` of V tokens."""
     num_rows, width, num_tokens = logits.shape
     places = jnp.arange(32, dtype=jnp.uint32).reshape(1, 1, 1, 32)
     allowed = (masks.bits[:, :width, :, None] >> places) & 1
     allowed = allowed.reshape(num_rows, width, -1) > 0
-    allowed = jax.lax.dynamic_slice_in_dim(allowed, place * num_tokens, num_tokens, axis=2)
+    allowed = jax.lax.dynamic_slice_in_dim(allowed, shard * num_tokens, num_tokens, axis=2)
     return jnp.where(allowed | ~masks.is_masked[:, None, None], logits, -jnp.inf)
 
 
@@ -294,15 +294,15 @@ def _scaled(logits: jax.Array, largest: jax.Array, sampling: Sampling) -> jax.Ar
 
 
 def _noise_of(
-    sampling: Sampling, positions: jax.Array, num_tokens: int, place: jax.Array | int = 0
+    sampling: Sampling, positions: jax.Array, num_tokens: int, shard: jax.Array | int = 0
 ) -> jax.Array:
-    """f32[B, n, V] Gumbel noise of part `place` of the vocabulary, which has V tokens.
+    """f32[B, n, V] Gumbel noise of part `shard` of the vocabulary, which has V tokens.
 
     The largest of logits plus noise is a draw from their softmax. If no row has a temperature, it
     may be zeros.
     """
-    first = place * num_tokens
-    parts = 1 if isinstance(place, int) else axis_size(MODEL)
+    first = shard * num_tokens
+    parts = 1 if isinstance(shard, int) else axis_size(MODEL)
 
     def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
         whole = _noise(seed, position, parts * num_tokens)

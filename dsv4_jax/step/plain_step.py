@@ -76,7 +76,7 @@ def plain_trunk(
     Args:
       params: model parameters.
       cache: the cache before the step; its tables hold blocks for all tokens.
-      step_input: as `ServeInput.step`, one token per row.
+      step_input: as `ServeInput.step_input`, one token per row.
       last: as in `serve_step`.
       config: the model.
       activations: as in `decode_step`.
@@ -132,7 +132,7 @@ def plain_draw(
     Returns:
       What `plain_decode_step` gives.
     """
-    counts = count_last(serve_input.counts, serve_input.step, last)
+    counts = count_last(serve_input.counts, serve_input.step_input, last)
     no_drafts = jnp.zeros((rows.positions.shape[0], 0), jnp.int32)
     drawn, logprobs = draw(
         rows.logits[:, None],

@@ -391,7 +391,7 @@ def stack_sampling(
 def _padded(rows: Sequence[Iterable[Any]], width: int, filler: int, dtype: Any) -> Any:
     """[B, width]: rows of any lengths up to it."""
     array = np.full((len(rows), width), filler, dtype)
-    for place, row in enumerate(rows):
+    for number, row in enumerate(rows):
         values = list(row)
-        array[place, : len(values)] = values
+        array[number, : len(values)] = values
     return array

@@ -65,8 +65,8 @@ def serve_step(
     Raises:
       ValueError: a field has a wrong shape or dtype, or there are no such activations.
     """
-    counts = count_last(serve_input.counts, serve_input.step, last)
-    step_input = fill_in(serve_input.step, last)
+    counts = count_last(serve_input.counts, serve_input.step_input, last)
+    step_input = fill_in(serve_input.step_input, last)
     check_call(params, cache, step_input, config, activations)
     params = with_activations(params, activations)
     step_input = pad_tokens(step_input)
@@ -181,7 +181,7 @@ def plain_decode_step(
 ) -> tuple[ModelCache, ServeOutput]:
     """`serve_step` of one token per row without drafts and snapshots, committed as it goes."""
     cache, rows = plain_trunk(
-        params, cache, serve_input.step, last, config=config, activations=activations
+        params, cache, serve_input.step_input, last, config=config, activations=activations
     )
     return cache, plain_draw(rows, serve_input, last, config=config)
 

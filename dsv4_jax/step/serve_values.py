@@ -12,6 +12,7 @@ from dsv4_jax.cache.snapshots import SnapshotPlan
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.step.draws import DrawnCounts, Logprobs, TokenMasks
 from dsv4_jax.step.sampling import MAX_LOGPROBS, Sampling
+from pallas_kernels.common.addressing import drop_absent
 
 LAST_DRAWN = -1
 """In the place of a token id: the last token that the step before drew for this row."""
@@ -24,8 +25,8 @@ class ServeInput:
     """The whole input of `serve_step`.
 
     Attributes:
-      step: the tokens. With the output of the step before, `LAST_DRAWN`, `FIRST_DRAFT` and what is
-        below stand for tokens that the host has not read yet.
+      step_input: the tokens. With the output of the step before, `LAST_DRAWN`, `FIRST_DRAFT` and
+        what is below stand for tokens that the host has not read yet.
       num_checked: i32[B], a row's last tokens after which one is drawn: 1 and its drafts; at most
         draft_tokens + 1.
       next_token_ids: i32[B], the token after a row's last one where it is known, of a prompt that
@@ -43,7 +44,7 @@ class ServeInput:
         tokens of the rows that draw, and of the others all or none; None is all tokens.
     """
 
-    step: StepInput
+    step_input: StepInput
     num_checked: jax.Array
     next_token_ids: jax.Array
     sampling: Sampling
@@ -180,8 +181,8 @@ def fill_in(step_input: StepInput, last: ServeOutput | None) -> StepInput:
     if last is None:
         return step_input
     order = jnp.arange(last.token_ids.shape[1], dtype=jnp.int32)
-    place = jnp.max(jnp.where(last.token_ids >= 0, order, 0), axis=1, keepdims=True)
-    drawn = jnp.take_along_axis(last.token_ids, place, axis=1)
+    latest = jnp.max(jnp.where(last.token_ids >= 0, order, 0), axis=1, keepdims=True)
+    drawn = jnp.take_along_axis(last.token_ids, latest, axis=1)
     # Column j is what stands for token id -1 - j.
     given = jnp.maximum(jnp.concatenate([drawn, last.draft_token_ids], axis=1), 0)
     row = jnp.clip(step_input.request_ids, 0, given.shape[0] - 1)
@@ -204,7 +205,8 @@ def count_last(
         return counts
     drawn, row = last.token_ids, step_input.request_ids
     num_rows, width = drawn.shape
-    fed = jnp.where((step_input.token_ids == LAST_DRAWN) & (row >= 0), row, num_rows)
+    is_last = (step_input.token_ids == LAST_DRAWN) & (row >= 0)
+    fed = drop_absent(row, num_rows, is_there=is_last)
     is_fed = jnp.zeros(num_rows, bool).at[fed].set(True, mode="drop")
     own = jnp.broadcast_to(jnp.arange(num_rows, dtype=jnp.int32)[:, None], drawn.shape)
     rows = jnp.where(is_fed[:, None] & (drawn >= 0), own, -1)

@@ -153,7 +153,7 @@ class Runner:
         none = np.full(ROWS, -1, np.int32)
         return self.place(
             ServeInput(
-                step=self.pack(tokens)[0],
+                step_input=self.pack(tokens)[0],
                 num_checked=np.asarray(num_checked, np.int32),
                 next_token_ids=none,
                 sampling=sampling,

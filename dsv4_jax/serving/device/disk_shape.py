@@ -62,14 +62,14 @@ def weights_digest(params: DSV4Params) -> str:
 def _sums(leaf: Any) -> jax.Array:
     """u32[2], of an array's bits and their places; nothing is moved, however it is split."""
     bits = jax.lax.bitcast_convert_type(leaf, np.dtype(f"u{leaf.dtype.itemsize}"))
-    place = jnp.ones(leaf.shape, jnp.uint32)
+    position = jnp.ones(leaf.shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(leaf.ndim)):
         steps = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        place += steps * np.uint32(stride % 2**32)
+        position += steps * np.uint32(stride % 2**32)
         stride *= leaf.shape[axis]
     mixed = [
-        mix_bits(bits.astype(jnp.uint32) ^ (place * np.uint32(one)))
+        mix_bits(bits.astype(jnp.uint32) ^ (position * np.uint32(one)))
         for one in (0x9E3779B1, 0x85EBCA77)
     ]
     return jnp.stack([jnp.sum(one, dtype=jnp.uint32) for one in mixed])

@@ -172,7 +172,7 @@ class EngineArrays:
         """
         plan = self._plan
         fields: dict[str, Any] = {"num_checked": num_checked, "next_token_ids": next_token_ids}
-        fields |= {"step": step_input, "snapshots": snapshots, "num_steps": num_steps}
+        fields |= {"step_input": step_input, "snapshots": snapshots, "num_steps": num_steps}
         fields |= {"least_survival": least_survival, "upper": upper}
         settings = {"sampling": self._sampling, "counts": self._counts, "masks": self._masks}
         if is_simple:
@@ -190,7 +190,7 @@ class EngineArrays:
         arguments = self.params, *pools, serve_input, self.last
         if only_trunk:
             program = jit_plain_trunk
-            arguments = self.params, self.cache, serve_input.step, self.last
+            arguments = self.params, self.cache, serve_input.step_input, self.last
         if only_compiles:
             self._begin_compiling(program, arguments, static)
             return

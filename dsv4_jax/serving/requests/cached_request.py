@@ -105,10 +105,14 @@ class CachedRequest:
             if getattr(self, name) is None:
                 checks.refuse(name, "given", None)
         check_fields(self)
-        known, drawn = len(self.token_ids), len(self.token_ids) - self.prompt_tokens
+        num_tokens, drawn = len(self.token_ids), len(self.token_ids) - self.prompt_tokens
         for name, most, of in (
-            ("prompt_tokens", known, "the tokens"),
-            ("length_tokens", known - 1, "the tokens but for the last one, which has to be run"),
+            ("prompt_tokens", num_tokens, "the tokens"),
+            (
+                "length_tokens",
+                num_tokens - 1,
+                "the tokens but for the last one, which has to be run",
+            ),
             ("num_given", drawn, "the drawn tokens"),
         ):
             if getattr(self, name) > most:

@@ -152,11 +152,13 @@ def _check_template(processor: Any) -> None:
     """A text stands once in what is made of it, among few special tokens."""
     copies, tokens = 1, 0
     for one in _objects(processor):
-        pieces, known = one.get("single"), one.get("special_tokens")
-        if not isinstance(pieces, list) or not isinstance(known, dict):
+        pieces, special_tokens = one.get("single"), one.get("special_tokens")
+        if not isinstance(pieces, list) or not isinstance(special_tokens, dict):
             continue
         names = [p["SpecialToken"].get("id") for p in _holding(pieces, "SpecialToken")]
-        tokens += sum(_count_ids(known.get(name)) for name in names if isinstance(name, str))
+        tokens += sum(
+            _count_ids(special_tokens.get(name)) for name in names if isinstance(name, str)
+        )
         copies *= max(1, sum(1 for _ in _holding(pieces, "Sequence")))
     _limit("its post_processor repeats a text", copies, 1, "times")
     _limit("its post_processor adds", tokens, MAX_INSERTED, "special tokens")

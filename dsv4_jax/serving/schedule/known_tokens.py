@@ -66,13 +66,13 @@ class KnownTokens:
           now: time in seconds.
           undo: saves what changes.
         """
-        known = self.num_known[slots]
+        ends = self.num_known[slots]
         if drawn.shape[1] == 1:
-            self.token_ids[slots, known] = drawn[:, 0]
+            self.token_ids[slots, ends] = drawn[:, 0]
         else:
             rows, order = np.nonzero(np.arange(drawn.shape[1]) < count[:, None])
-            self.token_ids[slots[rows], known[rows] + order] = drawn[rows, order]
+            self.token_ids[slots[rows], ends[rows] + order] = drawn[rows, order]
         undo.save_array(self.num_known)
         undo.save_array(self.last_token_s)
-        self.num_known[slots] = known + count
+        self.num_known[slots] = ends + count
         self.last_token_s[slots] = now

@@ -108,12 +108,12 @@ def test_taught_rounds_follow_each_other(kept):
     inputs = taught_inputs(one, said, kept, 96)
     assert len(inputs) == one.rounds
     for number, given in enumerate(inputs):
-        tokens = np.asarray(given.step.token_ids).reshape(2, 6)
+        tokens = np.asarray(given.step_input.token_ids).reshape(2, 6)
         start = number * (kept + 1)
         right = tokens == said[:, start : start + 6]
         np.testing.assert_array_equal(right, [[place <= kept for place in range(6)]] * 2)
         np.testing.assert_array_equal(given.num_checked, [6, 6])
-        np.testing.assert_array_equal(given.step.request_ids, [0] * 6 + [1] * 6)
+        np.testing.assert_array_equal(given.step_input.request_ids, [0] * 6 + [1] * 6)
 
 
 @pytest.mark.parametrize("given", ["round_input", "random_input"])

@@ -49,7 +49,7 @@ def arguments():
     cache = ds.init_cache(CONFIG, max_requests=1, max_context_tokens=128)
     snapshots = SnapshotPlan(rows=one - 1, ends=one, places=one)
     serve = serve_step.ServeInput(
-        step=call,
+        step_input=call,
         num_checked=one + 1,
         next_token_ids=one - 1,
         sampling=ds.make_sampling(1),

@@ -32,7 +32,7 @@ def cut(least, *, confidence=LEVEL, guessed=(11, 12, 13), counts=(4, 4, 2)):
     )
     nothing = jnp.full(3, -1, jnp.int32)
     given = ServeInput(
-        step=step,
+        step_input=step,
         num_checked=jnp.asarray([4, 3, 1], jnp.int32),
         next_token_ids=nothing,
         sampling=make_sampling(3),

@@ -23,7 +23,7 @@ def serve_input(token_ids, request_ids, **fields):
     nothing = jnp.full(ROWS, -1, jnp.int32)
     sampling = ds.make_sampling(ROWS, ds.SamplingParams(temperature=0.9, seed=3))
     return ServeInput(
-        step=ds.StepInput(
+        step_input=ds.StepInput(
             token_ids=jnp.asarray(token_ids, jnp.int32),
             request_ids=jnp.asarray(request_ids, jnp.int32),
             request_slots=SLOTS,

@@ -36,7 +36,7 @@ def call_of(number, allowed):
     for token in allowed:
         bits[0, 0, token // 32] |= np.uint32(1 << token % 32)
     return ServeInput(
-        step=ds.StepInput(
+        step_input=ds.StepInput(
             token_ids=jnp.asarray(np.full(ROWS, LAST_DRAWN) if number else first, jnp.int32),
             request_ids=jnp.asarray(ORDER, jnp.int32),
             request_slots=jnp.arange(ROWS, dtype=jnp.int32),
@@ -62,7 +62,9 @@ def test_two_programs_leave_the_bits_of_one():
         caches[0], lasts[0] = jit_plain_decode_step(
             params(), caches[0], call, lasts[0], config=CONFIG
         )
-        caches[1], rows = jit_plain_trunk(params(), caches[1], call.step, lasts[1], config=CONFIG)
+        caches[1], rows = jit_plain_trunk(
+            params(), caches[1], call.step_input, lasts[1], config=CONFIG
+        )
         lasts[1] = jit_plain_draw(rows, call, lasts[1], config=CONFIG)
         one, other = (
             jax.tree.leaves((cache, last)) for cache, last in zip(caches, lasts, strict=True)

@@ -40,7 +40,7 @@ def step(state, rows, whole, *, follows):
     if whole is not None:
         upper = jnp.asarray(np.pad(places, (0, UPPER - len(places)), constant_values=-1), jnp.int32)
     given = ServeInput(
-        step=call_of(rows, SIZE),
+        step_input=call_of(rows, SIZE),
         num_checked=jnp.ones(SLOTS, jnp.int32),
         next_token_ids=jnp.asarray(follows, jnp.int32),
         sampling=stack_sampling([SamplingParams()] * SLOTS, with_stops=False),
@@ -150,7 +150,7 @@ def test_a_model_whose_layers_make_their_own_entries_needs_all():
     cache = ds.init_cache(config, max_requests=SLOTS, max_context_tokens=128)
     store = init_snapshot_store(cache, 1)
     given = ServeInput(
-        step=call_of([(0, np.arange(4))], SIZE),
+        step_input=call_of([(0, np.arange(4))], SIZE),
         num_checked=jnp.ones(SLOTS, jnp.int32),
         next_token_ids=jnp.full(SLOTS, -1),
         sampling=stack_sampling([SamplingParams()] * SLOTS, with_stops=False),
