@@ -20,6 +20,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.checkpoint_folder import find_file
 from dsv4_jax.config.engram import GROUP, EngramConfig
 from dsv4_jax.engram import EngramTable, EngramTables
+from dsv4_jax.model.weight_forms import FLOATS
 from dsv4_jax.regular_files import read_regular, show_path
 from dsv4_jax.runtime import host_memory
 from pallas_kernels.common.rows import quantize_rows
@@ -79,7 +80,7 @@ def take_tables(
                 f"{list(source.tensor.shape)}"
             )
         if source.tensor.dtype != _E4M3:
-            if source.tensor.dtype.name not in ("float32", "bfloat16", "float16"):
+            if source.tensor.dtype.name not in FLOATS:
                 problems.append(f"wrong dtype: {source.name}, which is {source.tensor.dtype}")
         elif source.scale is None:
             problems.append(f"missing: scale of {source.name}, which is {source.tensor.dtype}")

@@ -26,13 +26,12 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.released import quantized_shape
 from dsv4_jax.model.shardings import param_shardings
-from dsv4_jax.model.weight_forms import STORED, WEIGHT_FORMS, dtype_beside
+from dsv4_jax.model.weight_forms import FLOATS, STORED, WEIGHT_FORMS, dtype_beside
 from dsv4_jax.progress import Progress
 from pallas_kernels.common.weights import MXFP4, BlockFP8, is_quantized, weight_bytes
 
 _LARGE_BYTES = 2**26
 """Leaves up to this size are stacked on the host. JAX may keep such a stack until its next call."""
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def load_checkpoint(
@@ -90,8 +89,8 @@ def load_checkpoint(
     """
     weights = WEIGHT_FORMS.check("weights", weights)
     keep, dtype = weights == STORED, dtype_beside(weights, dtype)
-    if dtype.name not in _DTYPES:
-        raise ValueError(f"dtype must be one of {_DTYPES}, got {dtype.name}")
+    if dtype.name not in FLOATS:
+        raise ValueError(f"dtype must be one of {FLOATS}, got {dtype.name}")
     directory = checks.path("path", path)
     opened = open_checkpoint(
         directory,

@@ -27,7 +27,7 @@ from dsv4_jax.model.layer_params import (
     stack_shapes,
 )
 from dsv4_jax.model.released import quantize_leaves, released_shapes
-from dsv4_jax.model.weight_forms import STORED, WEIGHT_FORMS, dtype_beside
+from dsv4_jax.model.weight_forms import FLOATS, STORED, WEIGHT_FORMS, dtype_beside
 from dsv4_jax.peers import PeerBuffers
 from pallas_kernels.common.weights import is_quantized
 
@@ -233,7 +233,7 @@ def init_params(config: DSV4Config, key: jax.Array, dtype: Any = jnp.float32) ->
 def _float_dtype(dtype: Any) -> Any:
     try:
         is_float = dtype is not None and not isinstance(dtype, np.generic)
-        is_float = is_float and jnp.dtype(dtype).name in ("float32", "bfloat16", "float16")
+        is_float = is_float and jnp.dtype(dtype).name in FLOATS
     except TypeError:
         is_float = False
     if not is_float:

@@ -23,6 +23,8 @@ WEIGHT_FORMS = Word((STORED, "bfloat16", "float32"), also=_ALSO)
 """All of them: what a checkpoint may be loaded as."""
 RELEASE_FORMS = Word((STORED, "bfloat16"), also=_ALSO)
 """Those that models are released in: what `convert` writes."""
+FLOATS = ("float32", "bfloat16", "float16")
+"""Dtypes of activations, and of weights and tables that are not quantised."""
 
 
 def dtype_beside(weights: str, dtype: Any = None) -> np.dtype:
