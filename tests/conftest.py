@@ -1,3 +1,4 @@
+import atexit
 import gc
 import os
 import pathlib
@@ -12,7 +13,7 @@ if not os.path.exists("/dev/nvidiactl"):
 
 import jax
 import pytest
-from jax._src import lru_cache
+from jax._src import api, lru_cache
 
 import pallas_kernels as pk
 from helpers import gpu_results, quick_interpreter
@@ -55,6 +56,11 @@ def pytest_xdist_make_scheduler(config, log):
     from helpers.whole_rooms import WholeRooms  # which needs pytest-xdist
 
     return WholeRooms(config, log)
+
+
+def pytest_unconfigure():
+    # At its end a process would take ten seconds to let go of what it traced and compiled.
+    atexit.unregister(api.clean_up)
 
 
 def pytest_collection_finish():
