@@ -248,15 +248,23 @@ def _lower(
 
 
 def _triton_call(*arrays, source, outputs, aliases, params):
+    """The kernel's results, by jax-triton.
+
+    jaxlib hands a kernel the buffers of operands and then of results, in their order, one to each
+    parameter. A result that has an operand's place has no parameter, so those come last: before
+    another one it would take that one's parameter.
+    """
     import jax_triton  # pyright: ignore[reportMissingImports]
 
-    return jax_triton.triton_call(
+    order = sorted(range(len(outputs)), key=lambda output: output in aliases.values())
+    place = {output: index for index, output in enumerate(order)}
+    results = jax_triton.triton_call(
         *arrays,
         kernel=load_function(source),
-        out_type=outputs,
+        out_type=[outputs[output] for output in order],
         grid=source.grid,
         name=source.name,
-        input_output_aliases=aliases,
+        input_output_aliases={operand: place[output] for operand, output in aliases.items()},
         num_warps=params.num_warps,
         num_stages=params.num_stages or 3,
         backend_options={
@@ -265,6 +273,7 @@ def _triton_call(*arrays, source, outputs, aliases, params):
             if not key.startswith("num_")
         },
     )
+    return [results[place[output]] for output in range(len(outputs))]
 
 
 def _pointee(dtype: Any) -> str:
