@@ -17,6 +17,7 @@ from jax._src import api, lru_cache
 
 import pallas_kernels as pk
 from helpers import gpu_results, quick_interpreter
+from tools import aot
 
 PROGRAMS = "DSV4_TEST_PROGRAMS"
 """Tells the workers of a run where it keeps compiled programs."""
@@ -75,6 +76,10 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+    compiled = [item for item in items if item.get_closest_marker("compiled")]
+    if compiled and (reason := aot.unavailable()):
+        for item in compiled:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def order(item):

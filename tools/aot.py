@@ -27,7 +27,9 @@ import jax
 from jax.experimental import topologies
 
 from pallas_kernels.gpu import devices
-from tools import aot_figures
+from tools import aot_figures, no_triton_backend
+
+no_triton_backend.take_away_if_asked()
 
 TESTS = pathlib.Path(__file__).parents[1] / "tests"
 RECORDED = TESTS / "data" / "compiled.json"

@@ -13,37 +13,16 @@ bytes of a program, bytes of PTX, and the seconds that Triton took.
 """
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-import types
 
-from tools import aot, aot_figures
+from tools import aot, aot_figures, no_triton_backend
 
 LOWERINGS = ("pallas", "ptx", "ir", "jax_triton")
-_BACKEND = "jax._src.pallas.triton"
-_OTHER_NAMES = ("jax.experimental.pallas.triton", "jaxlib.triton")
-
-
-def without_backend():
-    """Pallas's Triton backend is not there from here on: any import of a part of it raises.
-
-    jax itself imports the module that registers it before it looks for another's rule, also for
-    kernels of Mosaic. So that one name stays, and is an empty module. jax-triton asks a module of
-    the backend for the kind of a GPU that is not there, which stays too.
-    """
-    gpu_info = importlib.import_module(f"{_BACKEND}.gpu_info")
-    for name in [name for name in sys.modules if name.startswith(f"{_BACKEND}.")]:
-        del sys.modules[name]
-    for name in _OTHER_NAMES:
-        sys.modules[name] = None
-    sys.modules[_BACKEND] = package = types.ModuleType(_BACKEND)
-    package.pallas_call_registration = types.ModuleType(f"{_BACKEND}.pallas_call_registration")
-    package.gpu_info = gpu_info
 
 
 def on_triton(kernels):
@@ -135,7 +114,7 @@ def main():
         parser.error(reason)
     os.environ.update(aot.WITHOUT_A_GPU)
     if arguments.lowering != "pallas":
-        without_backend()
+        no_triton_backend.take_away()
     failed = False
     for name, said in lower_cases(
         arguments.target,

@@ -179,7 +179,7 @@ def _waits(hlo):
 
 def _kernels(hlo):
     """Launches of our kernels in the program's text, by name."""
-    ours = r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|mosaic_gpu\w*)"'
+    ours = r'custom_call_target="(?:__gpu\$xla\.gpu\.(?:triton|ptx)|mosaic_gpu\w*)"'
     named = re.findall(ours + r'.*?op_name="[^"]*?([^"/]+)/[^"/]+"', hlo)
     return collections.Counter(named)
 

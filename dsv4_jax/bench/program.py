@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-_OURS = ("mosaic_gpu", "__gpu$xla.gpu.triton", "triton_kernel_call")
+_OURS = ("mosaic_gpu", "__gpu$xla.gpu.triton", "__gpu$xla.gpu.ptx", "triton_kernel_call")
 _FREE = {
     "parameter",
     "constant",

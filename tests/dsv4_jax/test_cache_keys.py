@@ -14,7 +14,7 @@ from dsv4_jax import cache_keys
 from helpers import slow
 from tools import aot
 
-pytestmark = pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
+pytestmark = pytest.mark.compiled
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOME = (

@@ -170,7 +170,7 @@ def test_the_second_process_finds_what_the_first_compiled(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
+@pytest.mark.compiled
 def test_a_kernel_lowered_again_is_the_same_program():
     """To jax 0.11 it has another number, and a cache that knows programs by their text misses."""
     code = (

@@ -16,10 +16,7 @@ from pallas_kernels.gpu import mosaic, triton_lowering
 from pallas_kernels.product import wgmma
 from tools import aot, aot_figures
 
-pytestmark = [
-    pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable())),
-    pytest.mark.early,
-]
+pytestmark = [pytest.mark.compiled, pytest.mark.early]
 
 RECORDED = aot.read_recorded()
 SPILLED, OVER_BUDGET = "compiled/spilling", "compiled/over_budget"

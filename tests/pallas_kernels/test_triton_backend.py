@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -11,6 +12,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 BACKENDS = ("jax.experimental.pallas.triton", "jax._src.pallas.triton", "jaxlib.triton")
 ONLY = "pallas_kernels/gpu/triton_pallas.py"
 FOLDERS = ("pallas_kernels", "dsv4_jax", "tests", "tools", "benchmarks", "examples", "docs")
+COMPILES = re.compile(
+    r"\b(?:aot\.(?:figures_of|collect|lower_case|compile_case)|at_size\.run)\(|\btools\.step_at_size"
+)
+"""What a test calls that compiles or lowers for a GPU that is not there."""
 WITHOUT_THE_BACKEND = """
 import importlib, pkgutil, sys
 for name in {backends}:
@@ -68,3 +73,10 @@ def test_all_other_modules_are_imported_without_it():
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "as it should be\n", done.stderr[-2000:]
+
+
+def test_what_compiles_for_gpus_can_be_run_without_it():
+    """`DSV4_WITHOUT_TRITON_BACKEND=1 pytest -m compiled` finds all of it by the marker."""
+    tests = [p for p in (ROOT / "tests").rglob("test_*.py") if COMPILES.search(p.read_text())]
+    assert len(tests) >= 6
+    assert not [path for path in tests if "pytest.mark.compiled" not in path.read_text()]

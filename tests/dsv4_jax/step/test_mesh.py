@@ -14,7 +14,6 @@ import dsv4_jax as ds
 from dsv4_jax import collectives
 from dsv4_jax.model.params import param_shapes
 from helpers import slow
-from tools import aot
 from tools.meshes import at_size, on_cpus, split
 
 pytestmark = pytest.mark.unoptimised
@@ -243,7 +242,7 @@ def test_a_cache_is_cut_by_slot_and_block():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
+@pytest.mark.compiled
 @pytest.mark.parametrize("mesh", ["1x2", "2x4"])
 def test_a_layer_has_two_collectives_on_each_axis(mesh):
     found = at_size.run(mesh, "--layers", "5", "--batch", "8")[mesh]
@@ -262,7 +261,7 @@ def test_a_layer_has_two_collectives_on_each_axis(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
+@pytest.mark.compiled
 @pytest.mark.parametrize("mesh", ["1x4", "4x1"])
 def test_v41_flash_on_four_gpus_copies_no_weight(mesh):
     """All layers and experts, 64 requests; an op that would run its reference raises.
@@ -282,7 +281,7 @@ def test_v41_flash_on_four_gpus_copies_no_weight(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     "options", [(), ("--split", "--context", "65536"), ("--batch", "2")], ids=str
 )
@@ -294,7 +293,7 @@ def test_with_peer_buffers_a_step_has_no_collective_of_nccl(options):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable()))
+@pytest.mark.compiled
 @pytest.mark.parametrize("mesh", ["1x8", "2x4"])
 def test_a_split_cache_has_two_more_collectives_a_layer(mesh):
     """Two of five layers are of windows alone, which have two; the embedding has one.

@@ -9,12 +9,8 @@ import sys
 import pytest
 
 from pallas_kernels.common.backend import FORBID_VARIABLE
-from tools import aot
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(aot.unavailable() is not None, reason=str(aot.unavailable())),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.compiled]
 TESTS = pathlib.Path(__file__).parents[2]
 
 

@@ -2,16 +2,18 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
-from tools import aot, lower_all
+from helpers import slow
+from pallas_kernels.gpu import triton_lowering
+from tools import aot, aot_figures, lower_all, no_triton_backend
 
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or aot.unavailable() is not None,
-    reason="needs the packages triton and nvidia-cuda-nvcc",
+    importlib.util.find_spec("triton") is None, reason="needs the package triton"
 )
 RECORDED = {
     "a": {"kernels": {"flush": {"route": "triton"}}},
@@ -28,24 +30,59 @@ def test_cases_of_triton_are_chosen():
     assert lower_all.choose(cases, RECORDED, once=True) == ["a", "d", "e"]
 
 
-@pytest.mark.slow
-def test_where_the_backend_is_gone_only_its_registration_is_there():
+@pytest.mark.parametrize("asked", slow.all_but(["1"], ["1", ""]))
+def test_where_the_backend_is_gone_only_its_registration_is_there(asked):
+    """What is left of it is nothing of jax's own."""
     script = """
-from tools import lower_all
-lower_all.without_backend()
-from jax._src.pallas.triton import pallas_call_registration
+import importlib
+from tools import no_triton_backend
+no_triton_backend.take_away_if_asked()
+from jax._src.pallas.triton import pallas_call_registration as registration
 for name in ("jax.experimental.pallas.triton", "jax._src.pallas.triton.lowering", "jaxlib.triton"):
     try:
-        __import__(name)
+        importlib.import_module(name)
     except ImportError:
         print("gone")
+print(hasattr(registration, "__file__"))
+"""
+    command = [sys.executable, "-c", script]
+    environment = os.environ | {no_triton_backend.VARIABLE: asked}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    expected = "gone\n" * 3 + "False\n" if asked else "True\n"
+    assert done.stdout == expected, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_of_the_backend_that_is_gone_jax_triton_has_the_kind_of_a_gpu():
+    script = """
+from tools import no_triton_backend
+no_triton_backend.take_away()
+from jax._src.pallas.triton import gpu_info
+print(gpu_info.__name__)
+from jax._src.pallas.triton import lowering
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout == "gone\n" * 3, done.stderr[-2000:]
+    assert done.stdout == f"{no_triton_backend.BACKEND}.gpu_info\n", done.stderr[-2000:]
+    assert "ImportError" in done.stderr
 
 
 @needs_triton
 @pytest.mark.slow
+@pytest.mark.compiled
+def test_without_the_backend_a_kernel_is_what_is_recorded(monkeypatch):
+    """`DSV4_WITHOUT_TRITON_BACKEND=1 pytest -m compiled` says so of all of them."""
+    case = "write_streams/16x4096"
+    recorded = aot.read_recorded()["sm_90a"][case]
+    monkeypatch.setenv(no_triton_backend.VARIABLE, "1")
+    monkeypatch.delenv(triton_lowering.LOWERING_VARIABLE, raising=False)
+    assert not aot_figures.complaints(aot.figures_of("sm_90a", (case,))[case], recorded)
+    monkeypatch.setenv(triton_lowering.LOWERING_VARIABLE, "pallas")
+    assert "ModuleNotFoundError" in aot.figures_of("sm_90a", (case,))[case]["error"]
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize("target", aot.TARGETS)
 @pytest.mark.parametrize(
     ("case", "name"),
