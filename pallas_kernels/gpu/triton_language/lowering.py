@@ -23,6 +23,9 @@ from pallas_kernels.gpu.triton_language.source import Source, translate, type_of
 _WARP = 32
 _ALIGNED = 32
 """Bytes: XLA's buffers begin at multiples of more than that."""
+_POLICIES_ARE_ATTRIBUTES = jax.__version_info__ >= (0, 12)
+"""In XLA's Triton from jax 0.12 on. The package writes words up to 3.8, which jax 0.11 reads."""
+_POLICY = re.compile(r"((?: (?:cacheModifier|evictionPolicy) = \w+)+)(?: \{([^}]*)\})? :")
 _PTX_CALL, _IR_CALL = "__gpu$xla.gpu.ptx", "__gpu$xla.gpu.triton"
 RULES = arithmetic, control, memory, shapes
 """Modules that register the lines of primitives."""
@@ -94,6 +97,24 @@ def triton_ir(source: Source, pointers: tuple[str, ...], capability: int) -> str
     """Triton's IR of a kernel, as text; the arguments are those of `compile_source`."""
     key = disk_cache.key_of("ir", source.text, source.name, pointers, capability)
     return disk_cache.kept(key, lambda: {"ir": _write_ir(source, pointers, capability)})["ir"]
+
+
+def in_xla_s_dialect(text: str) -> str:
+    """Triton's IR as XLA's Triton reads it, which is of another version than the package.
+
+    Args:
+      text: of a module, as the package writes it.
+    """
+
+    def write_policy(found: re.Match[str]) -> str:
+        words = dict(re.findall(r"(\w+) = (\w+)", found[1]))
+        modifier, eviction = words.get("cacheModifier"), words.get("evictionPolicy")
+        policy = f"cache_modifier = {modifier or 'none'}, "
+        policy += f"eviction_policy = {eviction or 'evict_normal'}"
+        others = f"{found[2]}, " if found[2] else ""
+        return f" {{{others}cachePolicy = #tt.cache_policy<{policy}>}} :"
+
+    return _POLICY.sub(write_policy, text) if _POLICIES_ARE_ATTRIBUTES else text
 
 
 def _compile(source, pointers, capability, num_warps, num_stages):
@@ -221,7 +242,7 @@ def _lower(
     num_warps, num_stages = compiler_params.num_warps, compiler_params.num_stages or 3
     numbers = dict(zip(("grid_x", "grid_y", "grid_z"), source.grid, strict=True))
     if compiler_params.launch == "ir":
-        texts = {"name": name, "ir": triton_ir(source, pointers, number)}
+        texts = {"name": name, "ir": in_xla_s_dialect(triton_ir(source, pointers, number))}
         numbers |= {"num_warps": num_warps, "num_stages": num_stages}
         target, flags = _IR_CALL, {"debug": ir.BoolAttr.get(False)}
     else:
