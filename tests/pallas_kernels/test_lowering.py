@@ -4,9 +4,10 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+import pytest
 
-from pallas_kernels.gpu import triton
+from pallas_kernels.gpu import triton, triton_lowering
+from tools import aot
 
 
 class Finder:
@@ -19,6 +20,7 @@ class Finder:
         self.names.append(name)
 
 
+@pytest.mark.compiled
 def test_no_module_is_looked_for_once_an_operation(monkeypatch):
     def double(x_ref, out_ref):
         out_ref[...] = x_ref[...] * 2
@@ -26,11 +28,9 @@ def test_no_module_is_looked_for_once_an_operation(monkeypatch):
     def call(x):
         return triton.launch(double, grid=(1,), inputs=x, outputs=x, num_warps=1, name="double")
 
+    triton_lowering.compiler_params(1)  # the choice and its module are once a process
     finder = Finder()
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    card = AbstractDevice("NVIDIA H200", 132, "gpu")
-    with use_abstract_mesh(AbstractMesh((1,), ("device",), abstract_device=card)):
-        traced = jax.jit(call).trace(jax.ShapeDtypeStruct((128,), jnp.float32))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = aot.lower_case("sm_90a", call, [jax.ShapeDtypeStruct((128,), jnp.float32)]).as_text()
     assert "triton" in text
     assert [name for name in finder.names if finder.names.count(name) > 1] == []
