@@ -9,7 +9,8 @@ The cases are those of `tools.aot`. Each is a line of JSON, and the exit status 
 has an error. By any lowering but `pallas`, that backend's modules cannot be imported, as if jax had
 dropped them, and cases without a kernel for Triton are left out. By `ptx`, `kernels` are those that
 the package `triton` compiled: registers and spilled bytes of a thread as `ptxas` has them, shared
-bytes of a program, bytes of PTX, and the seconds that Triton took.
+bytes of a program, bytes of PTX, and the seconds that Triton took. By `ir`, XLA compiles each case
+too: its Triton, which is of another version than the package's, has to read what that wrote.
 """
 
 import argparse
@@ -95,7 +96,9 @@ def lower_cases(target, lowering, names, *, once=False, code=True):
         found.clear()
         try:
             with triton_lowering.use_lowering(lowering):
-                aot.lower_case(target, *cases[name])
+                lowered = aot.lower_case(target, *cases[name])
+            if lowering == "ir" and code:
+                lowered.compile()
         except Exception as error:
             yield name, {"error": f"{type(error).__name__}: {error}"[:2000]}
         else:

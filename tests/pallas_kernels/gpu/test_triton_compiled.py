@@ -103,3 +103,15 @@ def test_a_kernel_compiles_without_pallas_s_backend(target, case, name):
         assert kernel["spill_bytes"] == 0
         assert kernel["registers"] <= 128
         assert kernel["shared_bytes"] < 48 << 10
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.compiled
+def test_xla_reads_the_triton_ir_of_a_kernel():
+    """One whose loads have policies, which the two Tritons write otherwise."""
+    case = "flush_kernels/flush_hca fp8_ue8m0 8192 tokens"
+    command = [sys.executable, "-m", "tools.lower_all", "sm_90a", "--lowering", "ir"]
+    command += ["--only", case]
+    done = subprocess.run(command, env=aot.environment(), capture_output=True, text=True)
+    assert done.stdout == json.dumps({"case": case}) + "\n", done.stderr[-2000:]
