@@ -93,6 +93,7 @@ def test_what_is_rounded_is_near(cache_format, share):
             assert np.linalg.norm(found - expected) <= share * np.linalg.norm(expected)
 
 
+@pytest.mark.slow
 def test_an_empty_slot_holds_nothing():
     _, cache, _ = filled()
     view = ds.inspect(cache, 0)

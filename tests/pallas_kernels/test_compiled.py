@@ -26,11 +26,11 @@ _THREADS = 384
 USUAL = {
     "sm_90a": (
         "small_blocks/queries 1 rows@sm_90a",
-        "sparse_attention_kernels/fp8_ue8m0_256x64x512@sm_90a",
+        "write_streams/16x4096@sm_90a",
     ),
     "sm_100a": (),
 }
-"""One case of a product and one of attention, which compile fast; `-m slow` has all."""
+"""One case of Mosaic's kernels and one of Triton's, which compile fast; `-m slow` has all."""
 each_target = pytest.mark.parametrize("target", aot.TARGETS)
 usually_one_target = pytest.mark.parametrize("target", slow.all_but(["sm_90a"], aot.TARGETS))
 

@@ -139,6 +139,7 @@ def test_a_process_of_little_memory_is_refused_or_serves(tmp_path):
     assert "take config tiny" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="of a machine without a GPU")
 @pytest.mark.parametrize(
     "code",

@@ -184,6 +184,7 @@ def test_means_are_those_of_the_streams_after_the_target_layers(case, number):
     assert np.abs(means[:, number] - expected).max() < INTERMEDIATE
 
 
+@pytest.mark.slow
 def test_entries_are_those_of_the_oracle_and_of_their_token_alone(case, entries):
     params, draft, _, means = case
     exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), draft)

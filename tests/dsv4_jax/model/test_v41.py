@@ -74,6 +74,7 @@ def test_logits_are_those_of_the_oracle(case):
     assert np.abs(wanted["logits"]).max() > 3
 
 
+@pytest.mark.slow
 def test_every_layer_selects_what_the_oracle_selects(case):
     config, _, wanted, found = case
     layers = [name for name in wanted if name.endswith("/idx/topk")]

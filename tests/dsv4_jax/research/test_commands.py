@@ -106,6 +106,7 @@ def test_a_comparison_is_paired_and_written_by_row_and_position(checkpoint, fold
     assert idea["loss"]["low"] < idea["loss"]["mean"] < idea["loss"]["high"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_goes_on_where_it_was_stopped(checkpoint, folder, capsys, monkeypatch):
     command = ["evaluate", *checkpoint, "--length", "64", "--rows", "3", "--json", "a.json"]
     command += ["--compare", "none", "bf16"]

@@ -71,7 +71,7 @@ def test_inputs_that_stay_are_not_brought_again_and_none_moves(monkeypatch, make
             leaves = jax.tree.leaves(arrays[-2])
             places = [leaf.unsafe_buffer_pointer() for leaf in [*leaves, *jax.tree.leaves(result)]]
             shown = [jax.tree.leaves(one) for one in engine.loop.runner.devices.unread]
-            size = name, arrays[-2].step.token_ids.size
+            size = name, arrays[-2].step_input.token_ids.size
             steps.append((size, tuple(map(id, leaves)), tuple(places), shown))
             return result
 

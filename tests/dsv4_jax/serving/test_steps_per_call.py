@@ -43,6 +43,7 @@ def calls_of(engine, monkeypatch):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", slow.all_but([True], [False, True]))
 def test_tokens_are_those_of_single_steps(overlap, monkeypatch):
     """Requests of several lengths, greedy and sampled, that come and end at different times."""
@@ -71,6 +72,7 @@ def test_an_engine_of_single_steps_gives_the_same_tokens():
         same_tokens(one, other)
 
 
+@pytest.mark.slow
 def test_a_lone_request_takes_whole_calls_once_it_stands_at_a_block(monkeypatch):
     """Its first block ends 125 tokens after its prompt; then calls of four fill the others."""
     engine = engine_of_calls(overlap=False)
@@ -113,6 +115,7 @@ def test_every_block_that_is_filled_can_be_resumed(overlap):
     assert hits == [128, 256, 384] * 2
 
 
+@pytest.mark.slow
 def test_a_stop_token_in_the_middle_of_a_call_ends_a_request(monkeypatch):
     """What the call drew after it is neither given nor counted."""
     plain, text = one_step_engine(), prompt(np.random.default_rng(3), 9)
@@ -135,6 +138,7 @@ def stops_engine():
     return engine_of_calls(debug=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked", [{"logprobs": 2}, {"presence_penalty": 1.0}, {"frequency_penalty": 0.5}]
 )
@@ -184,6 +188,7 @@ def test_a_call_of_several_steps_is_worth_it(most, steps):
     assert alone.num_steps == 1
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warmup():
     engine = engine_of_calls()
     names = [name for name, _ in engine.warmup()]
@@ -194,6 +199,7 @@ def test_nothing_compiles_after_warmup():
     assert engine.metrics.compiles == before
 
 
+@pytest.mark.slow
 def test_inputs_that_stay_are_not_brought_again_and_none_moves(monkeypatch):
     """A CUDA graph is written anew where an array has moved."""
     engine, calls = engine_of_calls(), []

@@ -115,6 +115,7 @@ def test_drafts_are_of_the_settled_text_alone(counting):
     assert found.token_ids[:, 3:9].tolist() == np.c_[anchors, drafts.token_ids].tolist()
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_a_part_of_the_text(counting):
     """Prompts are 1 2 3 and 6 7 8, from its beginning and its end."""
     text = np.array([0, 1, 2, 3, 6, 7, 8], np.int32)

@@ -58,7 +58,7 @@ def draw(name="fp8_ue8m0", tokens=FEW_TOKENS, *, sizes=SIZES, **options):
 
 
 @pytest.mark.parametrize("name", slow.all_but(["fp8_ue8m0"], FORMATS))
-def test_the_kernel_is_the_oracle_in_every_format(kernel, name):
+def test_the_kernel_is_the_oracle_in_every_format(usual_kernel, name):
     case = draw(name)
     assert case.error(case.attend(backend="mosaic_gpu")) < 1
 
