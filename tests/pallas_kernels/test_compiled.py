@@ -26,7 +26,7 @@ _THREADS = 384
 USUAL = {
     "sm_90a": (
         "small_blocks/queries 1 rows@sm_90a",
-        "write_streams/16x4096@sm_90a",
+        "write_streams/16x4096",
     ),
     "sm_100a": (),
 }
