@@ -170,8 +170,8 @@ def multiply_registers(left: jax.Array, right: Ref) -> jax.Array:
         # A view [K, N] of the tiles of right; its bytes stay K-major, as FP8 operands have to be.
         right = mgpu.memref_transpose(right, (1, 0, 3, 2))
         total = mgpu.wgmma(total, left, right, swizzle=128)
-        nvvm.wgmma_commit_group_sync_aligned()
-        nvvm.wgmma_wait_group_sync_aligned(0)
+        nvvm.wgmma_commit_group_sync_aligned()  # one group, this product
+        nvvm.wgmma_wait_group_sync_aligned(0)  # until no group runs
         # The registers are written asynchronously: nothing that reads them may be moved above the
         # wait.
         return mgpu.optimization_barrier(total.value)

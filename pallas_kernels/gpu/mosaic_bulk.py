@@ -61,7 +61,7 @@ def make_barriers(barriers: Ref) -> None:
         first = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)
         for stage in range(size // WORDS_OF_BARRIER):
             address = _barrier(barriers, mgpu.c(stage, i32)).get_ptr()
-            nvvm.mbarrier_init(address, mgpu.c(1, i32), predicate=first)
+            nvvm.mbarrier_init(address, mgpu.c(1, i32), predicate=first)  # by one thread
         # The warpgroup waits for the one thread, and the copy engine sees the barriers as well.
         mgpu.utils.commit_shared()
 
@@ -193,7 +193,7 @@ def fetch(
         # A copy of its own for each piece and plane; the engine owns the targets until `wait`.
         with mgpu.utils.when(has_piece):
             for target, source, width in zip(targets, sources, widths, strict=True):
-                size = rows_of_piece * width
+                size = rows_of_piece * width  # bytes of a copy
                 to = llvm.addrspacecast(llvm.PointerType.get(3), mgpu.utils.memref_ptr(target))
                 to = mgpu.utils.getelementptr(to, [arith.muli(lane, mgpu.c(size, i32))], byte)
                 start = llvm.addrspacecast(llvm.PointerType.get(1), mgpu.utils.memref_ptr(source))

@@ -342,7 +342,7 @@ def _load_words(address: ir.Value, present: ir.Value | None, count: int) -> ir.V
     # Results are written before the address is read (the zeros), so that they may not share a
     # register with it: `=&`.
     operands, constraints = [address], ["=&r"] * count + ["l"]
-    if present is not None:
+    if present is not None:  # zeros first, which a load that does not happen leaves
         zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
         load = f"""{{
           .reg .pred present;

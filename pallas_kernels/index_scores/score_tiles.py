@@ -42,6 +42,7 @@ def score_tiles(
     cta = Cta.here(inputs, scratch, shapes, tiling)
     _copy_queries(cta)
     pipeline = KeyPipeline.of(cta)
+    # Seen by the copy engine before the first fetch names them.
     mosaic_bulk.make_barriers(pipeline.barriers)
     # The first keys are on their way while queries are rounded.
     keys = pipeline.find_keys(0)
@@ -79,6 +80,7 @@ def _copy_queries(cta: Cta) -> None:
     def _() -> None:
         for i, token in enumerate(cta.tokens):
             queries, weights = _raw(cta, i)
+            # The copy engine's until `landed`, at which each copy arrives by itself.
             plgpu.copy_gmem_to_smem(cta.inputs.queries.at[token], queries, cta.scratch.landed)
             plgpu.copy_gmem_to_smem(cta.inputs.weights.at[token], weights, cta.scratch.landed)
 
@@ -95,7 +97,7 @@ def _round_queries(cta: Cta) -> None:
     # Stores of threads, before the tensor cores of other warpgroups read them.
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.queries_ready)
-    plgpu.barrier_wait(scratch.queries_ready)
+    plgpu.barrier_wait(scratch.queries_ready)  # all heads are there; nothing writes them again
 
 
 def _round_heads(cta: Cta, first: jax.Array) -> None:
@@ -105,6 +107,7 @@ def _round_heads(cta: Cta, first: jax.Array) -> None:
     heads = pl.ds(head, quantize_queries.ROWS)
     raw_query, raw_weight = _raw(cta, i, heads)
     query, weight = quantize_queries.quantize(*quantize_queries.load_heads(raw_query, raw_weight))
+    # From rows of `LINES` to the order in which the tensor core reads them.
     queries_smem = scratch.queries_smem.at[i, heads]
     if shapes.device.has_tmem:
         mosaic_memory.store_shared(queries_smem, query, mosaic.LINES)
@@ -126,6 +129,7 @@ def _load_weights(cta: Cta, i: int) -> jax.Array:
     layout = cta.shapes.product_layout
     weights = plgpu.load(cta.scratch.weights_smem.at[i], layout=layout.reduce(0), optimized=False)
     weights = lax.broadcast_in_dim(weights, (cta.shapes.tile_m, HEADS), [1])
+    # A thread has loaded the weights of its columns, the heads: the cast moves nothing.
     return plgpu.layout_cast(weights, layout)
 
 
@@ -148,15 +152,15 @@ def _score_tile(
     blocks, stage, parity = state
     pipeline.wait(stage, parity)
     codes, factor = _load_keys(cta, stage)
-    operand = _to_operand(cta, codes)
-    products = _multiply(cta, operand, 0)
-    next_blocks = pipeline.release(keys, turn, blocks, stage)
+    operand = _to_operand(cta, codes)  # [tile_m, 128]
+    products = _multiply(cta, operand, 0)  # f32[tile_m, 64]
+    next_blocks = pipeline.release(keys, turn, blocks, stage)  # the stage is in registers: free
     start = pipeline.tile(turn) * cta.shapes.tile_m
     for i, token in enumerate(cta.tokens):
         if i:
             products = _multiply(cta, operand, i)
         weights = kept_weights[i] if kept_weights else _load_weights(cta, i)
-        score = _add_heads(cta, products, weights, factor)
+        score = _add_heads(cta, products, weights, factor)  # f32[tile_m]
         store = functools.partial(
             mosaic_memory.store_run, scores_gmem.at[token], start, score, cta.shapes.score_layout
         )
@@ -213,11 +217,12 @@ def _multiply(cta: Cta, operand: Any, i: int) -> jax.Array:
         return mosaic.multiply_registers(operand, queries_smem)
     ready = cta.scratch.products_ready.at[cta.warpgroup]
     mine = cta.scratch.products_tmem.at[:, pl.ds(cta.warpgroup * HEADS, HEADS)]
+    # [tile_m, 128] @ [128, 64]; the tensor core arrives at `ready` when it has ended.
     plgpu.tcgen05_mma(mine, operand, queries_smem.transpose((1, 0)), ready, accumulate=False)
     # The tensor core has written its memory; now threads own it, until the next product.
     plgpu.barrier_wait(ready)
     products = plgpu.async_load_tmem(mine, layout=cta.shapes.product_layout)
-    plgpu.wait_load_tmem()
+    plgpu.wait_load_tmem()  # until the registers have them
     return products
 
 

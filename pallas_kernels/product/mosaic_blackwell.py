@@ -79,8 +79,10 @@ def mainloop(work: Work) -> jax.Array:
         plgpu.barrier_arrive(work.scratch.empty.at[lax.rem(k_iter, work.tiling.stages)])
         return total, next_scales
 
+    # In the layout in which products leave tensor memory: sums stay in the thread that began them.
     zeros = plgpu.layout_cast(jnp.zeros((TILE_N, share.rows), jnp.float32), _LAYOUT)
     await_rows(work)
+    # The loop adds what was started a turn before it: the first group is started here.
     _start(work, share, 0, 0)
     total, _ = lax.fori_loop(0, work.k_iters, add_stage, (zeros, _tile_scales(work, 0)))
     if interpreting():  # as in `producer.await_empty`
@@ -101,7 +103,7 @@ def epilogue(
     if swiglu is None:
         _store(work, share, out_gmem, total, work.tile.n_index * TILE_N, TILE_N)
         return
-    total = total.astype(swiglu.dtype).astype(jnp.float32)
+    total = total.astype(swiglu.dtype).astype(jnp.float32)  # rounded as a stored product is
     mine = pl.ds(share.first * WARPGROUP_N, share.rows * WARPGROUP_N)
     up_smem = work.scratch.up_smem.at[mine]
     exchange.store_upper(up_smem, jnp.clip(total, -swiglu.limit, swiglu.limit), _LAYOUT)
@@ -134,11 +136,12 @@ def _start(work: Work, share: _Share, k_iter: int | jax.Array, g: int) -> None:
     # read it. Tensor memory and the place of unpacked codes are free with it.
     @pl.when(k_iter * work.groups_of_stage + g >= TMEM_STAGES)
     def _():
-        plgpu.barrier_wait(work.scratch.accumulators_empty.at[tmem_stage])
+        plgpu.barrier_wait(work.scratch.accumulators_empty.at[tmem_stage])  # both arrive in `_add`
 
     if work.shapes.is_mxfp4:
         _unpack(work, share, stage, g, tmem_stage)
 
+    # Consumer 0 starts them for both: f32[128, tile_m], of which each adds half the rows of x.
     @pl.when(work.warpgroup == 0)
     def _():
         tiles = work.scratch.codes_smem.at[stage, g]  # e4m3 or bf16[128, group_k]
@@ -163,7 +166,7 @@ def _unpack(work: Work, share: _Share, stage: jax.Array, g: int, tmem_stage: jax
     # Stores of threads become visible to the tensor core, then both halves are waited for.
     plgpu.commit_smem()
     plgpu.barrier_arrive(work.scratch.unpacked_full.at[tmem_stage])
-    plgpu.barrier_wait(work.scratch.unpacked_full.at[tmem_stage])
+    plgpu.barrier_wait(work.scratch.unpacked_full.at[tmem_stage])  # 64 rows are the other's
 
 
 def _tile_scales(work: Work, k_iter: int | jax.Array) -> list[list[jax.Array]]:
@@ -182,7 +185,7 @@ def _row_factors(work: Work, tmem_stage: jax.Array, tile_scales: list[jax.Array]
     if work.shapes.is_mxfp4:
         return plgpu.load(work.scratch.factors_smem.at[tmem_stage], layout=by_row, optimized=False)
     row = plgpu.broadcasted_iota(jnp.int32, (TILE_N,), 0, layout=by_row)
-    return jnp.where(row < WARPGROUP_N, *tile_scales)
+    return jnp.where(row < WARPGROUP_N, *tile_scales)  # rows 0 .. 63 are consumer 0's tile
 
 
 def _add(
@@ -204,11 +207,12 @@ def _add(
     for term in terms:
         products = _products(work, tmem_stage, term, share.first, share.rows)
         product = plgpu.async_load_tmem(products, layout=_LAYOUT)  # f32[128, share.rows]
-        plgpu.wait_load_tmem()
+        plgpu.wait_load_tmem()  # until the registers have them
         if not work.shapes.is_dense:
             factor = _row_factors(work, tmem_stage, tile_scales[g] if work.shapes.is_fp8 else [])
             product = product * lax.broadcast_in_dim(factor, product.shape, [0])
             scale = lax.broadcast_in_dim(scales[term], product.shape, [1])
+            # A thread has all columns of its row, and so all their scales: the cast moves nothing.
             product = product * plgpu.layout_cast(scale, _LAYOUT)
         total = total + product
     # Products and factors are in registers: consumer 0 may multiply into their place again.

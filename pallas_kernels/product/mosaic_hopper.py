@@ -77,9 +77,11 @@ def mainloop(work: Work) -> list[jax.Array]:
         return accumulators, next_scales
 
     zeros = [
+        # In the layout of products, which are then added where they come out.
         plgpu.layout_cast(jnp.zeros((WARPGROUP_N, width), jnp.float32), _LAYOUT)
         for _, width in work.tiling.row_slices
     ]
+    # Asked for first: they are on their way while rows of x are rounded.
     first_scales = tile_scales_of(0)
     await_rows(work)
     if work.shapes.loads_ahead(work.tiling.tile_m):
@@ -129,7 +131,7 @@ def _add_ahead(work: Work, accumulators: list[jax.Array]) -> list[jax.Array]:
     def take(k_iter: jax.Array) -> _Operand:
         stage = work.stage_of(k_iter)
         plgpu.barrier_wait(work.scratch.full.at[stage])  # the stage is the consumers'
-        return _Operand(*work.unpack(stage, 0))
+        return _Operand(*work.unpack(stage, 0))  # e4m3[64, 128], f32[64], in registers
 
     def add_stage(
         k_iter: jax.Array, carry: tuple[list[jax.Array], _Operand]
@@ -145,7 +147,7 @@ def _add_ahead(work: Work, accumulators: list[jax.Array]) -> list[jax.Array]:
     last = jnp.int32(work.k_iters - 1)
     start = accumulators, take(jnp.int32(0))
     accumulators, operand = lax.fori_loop(0, last, add_stage, start)
-    accumulators = _add_group(work, last, 0, accumulators, None, operand)
+    accumulators = _add_group(work, last, 0, accumulators, None, operand)  # nothing to load ahead
     _give_back(work, work.stage_of(last))
     return accumulators
 

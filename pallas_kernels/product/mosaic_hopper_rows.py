@@ -59,8 +59,9 @@ def mainloop(work: Work) -> list[jax.Array]:
                 if last is not None:
                     accumulators = _add(work, accumulators, last, in_flight=1)
         assert begun is not None
-        return _add(work, accumulators, begun, in_flight=0)
+        return _add(work, accumulators, begun, in_flight=0)  # the last of the round runs alone
 
+    # In the layout of products, which are then added where they come out.
     zeros = plgpu.layout_cast(jnp.zeros((_HEIGHT, WARPGROUP_N), jnp.float32), _LAYOUT)
     return lax.fori_loop(0, work.k_iters // k_iters, add_stages, [zeros] * CONSUMERS)
 

@@ -388,7 +388,7 @@ def _store_zeros(work: Work, out_gmem: Any) -> None:
     zeros = jnp.zeros((WARPGROUP_N, work.tiling.tile_m), out_gmem.dtype)
     store_transposed(
         out_gmem.at[work.tile.split],
-        plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),
+        plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),  # as a product lies, which this takes
         Place(work.tile.target_row, jnp.int32(1), work.warpgroup_tile(work.warpgroup) * ROWS),
         operand_order=False,
     )

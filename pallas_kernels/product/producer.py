@@ -32,6 +32,7 @@ def fill_stages(work: Work) -> None:
         # consumers have read what was there.
         @pl.when(work.since_launch(k_iter) >= work.tiling.stages)
         def _():
+            # Each consumer arrives when no product or load of its own reads the stage any more.
             plgpu.barrier_wait(work.scratch.empty.at[stage])
 
         # The consumers' from here on until it is full: each copy arrives at `full` by itself.
@@ -101,10 +102,12 @@ def _copy_rows(work: Work, group: jax.Array, stage: jax.Array) -> None:
         for g in range(groups):
             inner = pl.ds((group + g) * work.shapes.group_k, work.shapes.group_k)
             source = rows.codes.at[term, pl.ds(work.tile.first_row, tile_m), inner]
+            # [tile_m, group_k], swizzled like the weights; all rows, of which a tile may have
+            # fewer.
             plgpu.copy_gmem_to_smem(source, scratch.rows_smem.at[stage, term, g], full)
         if rows.scale is None:
             continue
         # More scales than rows where those are few: a copy takes multiples of 128 bytes.
         width = pl.ds(work.tile.first_row, scale_rows(tile_m))
         source = rows.scale.at[term, pl.ds(group, groups), width]
-        plgpu.copy_gmem_to_smem(source, scratch.scales_smem.at[stage, term], full)
+        plgpu.copy_gmem_to_smem(source, scratch.scales_smem.at[stage, term], full)  # all groups

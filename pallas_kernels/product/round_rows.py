@@ -56,7 +56,7 @@ def await_rows(work: Work) -> None:
     # tensor core, then each waits for the other.
     plgpu.commit_smem()
     plgpu.barrier_arrive(work.scratch.rows_full)
-    plgpu.barrier_wait(work.scratch.rows_full)
+    plgpu.barrier_wait(work.scratch.rows_full)  # for the other consumer's groups
 
 
 def round_rows(work: Work, source: RawRows) -> None:
@@ -93,7 +93,7 @@ def _inverse_rms(work: Work, source: RawRows, first_row: int) -> jax.Array:
     for start in range(0, work.shapes.k_groups, _AHEAD):
         groups = range(start, min(start + _AHEAD, work.shapes.k_groups))
         for x in [_load(work, source, first_row, jnp.int32(group * INPUTS)) for group in groups]:
-            squares += x * x
+            squares += x * x  # f32[4, 128]; the lanes of a row are added once, at the end
     return lax.rsqrt(jnp.sum(squares, axis=1) / source.num_inputs + source.eps)
 
 
@@ -103,6 +103,8 @@ def _norm(weight: Ref, scale: jax.Array, x: jax.Array, column: jax.Array) -> jax
     weight = plgpu.load(
         weight.at[pl.ds(column, INPUTS)], layout=_LAYOUT.reduce(0), optimized=False
     ).astype(jnp.float32)
+    # A lane has the weights of its own columns, and all lanes of a warp the scale of its row:
+    # neither cast moves a value.
     weight = plgpu.layout_cast(lax.broadcast_in_dim(weight, x.shape, [1]), _LAYOUT)
     scale = plgpu.layout_cast(lax.broadcast_in_dim(scale, x.shape, [0]), _LAYOUT)
     return (x * scale * weight).astype(jnp.bfloat16).astype(jnp.float32)

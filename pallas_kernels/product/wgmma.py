@@ -165,6 +165,7 @@ def settle(values: jax.Array) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(values.shape, values.dtype, layout=_LAYOUT),
     )
     def fence(_, values):
+        # It keeps its place among instructions with side effects, as products are.
         return mgpu.optimization_barrier(values)
 
     return fence(values)

@@ -210,4 +210,5 @@ class Work:
             optimized=False,
         )
         share = lax.broadcast_in_dim(share, gate.shape, [axis])
+        # A thread has loaded the shares of the rows of x that it has of `gate`: nothing moves.
         return gate * plgpu.layout_cast(share, layout)

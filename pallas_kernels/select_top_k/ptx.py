@@ -98,6 +98,7 @@ def exclusive_sum(value: ir.Value, scratch: ir.Value) -> ir.Value:
         f"mov.b32 v, $1; {steps}"
         "mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; mad.lo.u32 a, warp, 4, $2;"
         "mov.u32 lane, %laneid; setp.eq.u32 p, lane, 31; @p st.shared.b32 [a], v;"
+        # Until all warps have left their sums, which every warp reads.
         f"{BARRIER} setp.lt.u32 p, lane, warp; mad.lo.u32 a, lane, 4, $2; mov.u32 t, 0;"
         "@p ld.shared.b32 t, [a]; redux.sync.add.s32 t, t, -1;"
         "sub.s32 v, v, $1; add.s32 v, v, t; mov.b32 $0, v;",

@@ -56,7 +56,7 @@ def synchronize() -> None:
 
     @ptx.inline()
     def wait(_):
-        ptx.ptx(ptx.BARRIER)
+        ptx.ptx(ptx.BARRIER)  # the hardware's, for all of the CTA's threads
 
     wait()
 
@@ -232,6 +232,7 @@ def _find(limit: Any, need: Any, counts: Any, scratch: Any, shift: int, *, per_t
         "@all add.u32 digit, digit, 1; @all mov.u32 left, 0;"
         f"shl.b32 digit, digit, {shift}; add.u32 digit, digit, $2;"
         "setp.eq.and.u32 all, digit, 0, all; @all mov.u32 digit, -1;"
+        # Stored by the one thread that found the digit; after the barrier all threads may load it.
         f"@p st.shared.v2.b32 [$3 + {_RESULTS}], {{digit, left}}; {ptx.BARRIER}",
         [before, need, limit, scratch, *own],
     )

@@ -299,4 +299,5 @@ def gather_keys(
 
     @pl.when(num_tiles > 1)
     def _():
+        # Of the tile before the last, in the other stage.
         plgpu.barrier_wait(keys_free.at[lax.rem(num_tiles, 2)])

@@ -131,7 +131,7 @@ def load_queries(
         # The copy engine owns `target` from here until `landed`.
         plgpu.copy_gmem_to_smem(rows, target if is_full else target.at[pl.ds(0, num_heads)], landed)
     for _, _, landed in halves:
-        plgpu.barrier_wait(landed)
+        plgpu.barrier_wait(landed)  # raw queries, the warpgroup's from here on
     # Bits of bf16 that products take as they are.
     if shapes.dtype == jnp.bfloat16 and is_full and shapes.query_eps is None:
         return
@@ -143,6 +143,7 @@ def load_queries(
     factor = None
     if shapes.query_eps is not None:
         squares = functools.reduce(jnp.add, (jnp.square(_load_wide(p)) for _, _, p in chunks))
+        # f32[64] of the columns here; the other half may be another warpgroup's.
         mean = add_squares(squares.sum(axis=1)) * (1 / shapes.dim)
         factor = lax.rsqrt(mean + shapes.query_eps)
     for half, start, chunk in chunks:
@@ -151,6 +152,7 @@ def load_queries(
             rows = _load_bf16(chunk)
         else:
             values = _load_wide(chunk)
+            # A factor a row, which all threads of the row have: the cast moves nothing.
             values = values * plgpu.layout_cast(
                 lax.broadcast_in_dim(factor, values.shape, [0]), mosaic.ROWS
             )

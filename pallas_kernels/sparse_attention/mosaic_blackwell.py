@@ -192,10 +192,11 @@ def _add_tile(
     # The tensor core has read the weights of the tile before: their logits' product came after it.
     _store_shared(scratch.weights_smem, weights.astype(shapes.dtype), plgpu.Layout.WGMMA)
     plgpu.commit_smem()
-    plgpu.barrier_arrive(scratch.weights_ready)
+    plgpu.barrier_arrive(scratch.weights_ready)  # once a thread's stores are out
     plgpu.barrier_wait(scratch.weights_ready)  # of all threads, before one starts the product
     for tmem, columns in zip(scratch.sums_tmem, consumer.columns(4), strict=True):
         keys = scratch.keys_smem.at[stage, :, columns]
+        # [64, 64] @ [64, C / 4], a quarter of the accumulator.
         plgpu.tcgen05_mma(tmem, scratch.weights_smem, keys, accumulate=not is_first)
     # Arrives when the tensor core has read the keys: the producers may fill the stage again.
     plgpu.tcgen05_commit_arrive(scratch.keys_free.at[stage])
@@ -209,10 +210,11 @@ def _find_logits(consumer: Consumer, stage: jax.Array) -> jax.Array:
     # The stage is the consumer's from here on, until `keys_free`.
     plgpu.barrier_wait(scratch.keys_ready.at[stage])
     for half, columns in enumerate(consumer.columns(2)):
-        keys = scratch.keys_smem.at[stage, :, columns].transpose((1, 0))
+        keys = scratch.keys_smem.at[stage, :, columns].transpose((1, 0))  # [C / 2, 64], a view
         queries = scratch.queries_smem.at[first + half]
+        # [64, C / 2] @ [C / 2, 64]; the first half overwrites the logits of the tile before.
         plgpu.tcgen05_mma(scratch.logits_tmem, queries, keys, accumulate=half > 0)
-    plgpu.tcgen05_commit_arrive(scratch.products_ready)
+    plgpu.tcgen05_commit_arrive(scratch.products_ready)  # once both have ended
     bias = plgpu.load(scratch.bias_smem.at[stage], layout=BY_COLUMN, optimized=False)
     plgpu.barrier_wait(scratch.products_ready)  # from here on threads own the logits' memory
     logits = _load_products(scratch.logits_tmem)
@@ -225,7 +227,7 @@ def _scale_sums(consumer: Consumer, factor: jax.Array) -> None:
     for tmem in consumer.scratch.sums_tmem:
         sums = _load_products(tmem)
         sums = sums * lax.broadcast_in_dim(factor, sums.shape, [0])
-        plgpu.async_store_tmem(tmem, sums)
+        plgpu.async_store_tmem(tmem, sums)  # back to where they were
     plgpu.commit_tmem()  # before the tensor core adds to what threads have stored
 
 
@@ -234,7 +236,7 @@ def _store_part(consumer: Consumer, outputs: Outputs, state: State) -> None:
     cta = consumer.cta
     for tmem, columns in zip(consumer.scratch.sums_tmem, consumer.columns(4), strict=True):
         outputs.sums.at[cta.split, cta.token, cta.heads, columns][...] = _load_products(tmem)
-    outputs.statistics.at[cta.split, cta.token, 0, cta.heads][...] = state.followed
+    outputs.statistics.at[cta.split, cta.token, 0, cta.heads][...] = state.followed  # f32[64]
     outputs.statistics.at[cta.split, cta.token, 1, cta.heads][...] = state.total
 
 
@@ -250,7 +252,7 @@ def _store_output(consumer: Consumer, outputs: Outputs, state: State) -> None:
         out = out * lax.broadcast_in_dim(factor, out.shape, [0])
         target = scratch.queries_smem.at[i // 2, :, pl.ds(i % 2 * quarter, quarter)]
         _store_shared(target, as_bf16(out, shapes.dtype), plgpu.Layout.WGMMA)
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # other threads rotate than have stored
     if shapes.rotated:
         angles = consumer.inputs.angles.at[cta.token]
         for i in range(2):
@@ -261,19 +263,21 @@ def _store_output(consumer: Consumer, outputs: Outputs, state: State) -> None:
         out_smem = scratch.queries_smem.at[i]
         if shapes.heads_of_cta < HEADS:
             out_smem = out_smem.at[pl.ds(0, shapes.heads_of_cta)]
+        # The copy engine's until the wait below.
         plgpu.copy_smem_to_gmem(out_smem, outputs.sums.at[cta.token, cta.own_heads, columns])
     plgpu.wait_smem_to_gmem(0)  # the CTA's memory is read until then
 
 
 def _load_products(tmem: Ref) -> jax.Array:
     """Tensor memory that the tensor core has written, into registers."""
+    # The layout whose rows are those of `BY_ROW`, and which shared memory is stored from.
     products = plgpu.async_load_tmem(tmem, layout=plgpu.Layout.WGMMA)
-    plgpu.wait_load_tmem()
+    plgpu.wait_load_tmem()  # until the registers have them
     return products
 
 
 def _per_row(value: Any) -> jax.Array:
-    return plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), BY_ROW)
+    return plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), BY_ROW)  # one value: no move
 
 
 def _store_shared(target: Ref, values: jax.Array, layout: Any) -> None:

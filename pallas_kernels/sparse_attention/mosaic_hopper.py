@@ -178,7 +178,7 @@ def _attend(consumer: Consumer, outputs: Outputs) -> None:
         own_sink = plgpu.load(consumer.inputs.sink.at[cta.heads], layout=BY_ROW, optimized=False)
     _bring_queries(consumer)
     zeros = jnp.zeros((HEADS, shapes.dim // 2), jnp.float32)
-    zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)  # as products come out
     # Consumer 0 owns the even tiles and consumer 1 the odd ones: of an odd number the former has
     # one more.
     turns = (cta.num_tiles + consumer.other) // 2
@@ -223,9 +223,9 @@ def _add_squares_of_other(consumer: Consumer, squares: jax.Array) -> jax.Array:
     """f32[64] in `mosaic.ROW` layout: the squares of all columns, for the norm of queries."""
     statistics_smem, ready = consumer.scratch.statistics_smem, consumer.scratch.totals_ready
     mosaic_memory.store_shared(statistics_smem.at[consumer.me, TOTAL], squares, mosaic.ROW)
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(ready)
-    plgpu.barrier_wait(ready)
+    plgpu.commit_smem()  # visible to the other consumer before it is told
+    plgpu.barrier_arrive(ready)  # for the other to read
+    plgpu.barrier_wait(ready)  # until the other one's are there
     theirs = statistics_smem.at[consumer.other, TOTAL]
     return squares + plgpu.load(theirs, layout=mosaic.ROW, optimized=False)
 
@@ -240,7 +240,7 @@ def _add_own_tile(turn: jax.Array, state: State, *, consumer: Consumer) -> State
     largest = jnp.maximum(state.largest, logits.max(axis=1))
     # What was summed so far is relative to the old maximum; both consumers scale theirs by this.
     decay = jnp.exp2(state.largest - largest)
-    weights = jnp.exp2(logits - lax.broadcast_in_dim(largest, logits.shape, [0]))
+    weights = jnp.exp2(logits - lax.broadcast_in_dim(largest, logits.shape, [0]))  # [64, 64]
     added = weights.sum(axis=1)
     _hand_over(consumer, turn, weights, decay, largest)
     state = _accumulate(consumer, state, consumer.me, decay, largest)
@@ -257,8 +257,8 @@ def _find_logits(consumer: Consumer) -> jax.Array:
     logits = mosaic.multiply(
         [
             (
-                scratch.queries_smem.at[first + half],
-                scratch.keys_smem.at[me, first + half].transpose((1, 0)),
+                scratch.queries_smem.at[first + half],  # [64 heads, C / 2]
+                scratch.keys_smem.at[me, first + half].transpose((1, 0)),  # [C / 2, 64], a view
             )
             for half in range(2)
         ],
@@ -284,8 +284,8 @@ def _hand_over(
     mosaic_memory.store_shared(scratch.weights_smem.at[me], weights, plgpu.Layout.WGMMA)
     mosaic_memory.store_shared(scratch.statistics_smem.at[me, DECAY], decay, BY_ROW)
     mosaic_memory.store_shared(scratch.statistics_smem.at[me, LARGEST], largest, BY_ROW)
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(scratch.weights_ready.at[me])
+    plgpu.commit_smem()  # weights to the tensor core, statistics to the other consumer
+    plgpu.barrier_arrive(scratch.weights_ready.at[me])  # the other one's to read, too
 
 
 def _add_tile_of_other(consumer: Consumer, state: State) -> State:
@@ -307,8 +307,8 @@ def _accumulate(
     scratch = consumer.scratch
     out = mosaic.multiply_add(
         _scaled(state.out, decay),
-        scratch.weights_smem.at[owner],
-        scratch.keys_smem.at[owner, consumer.me],
+        scratch.weights_smem.at[owner],  # [64 heads, 64 keys]
+        scratch.keys_smem.at[owner, consumer.me],  # [64 keys, C / 2]
     )
     plgpu.barrier_arrive(scratch.keys_free.at[owner])  # once both have, the producer fills it
     return State(out, largest, state.total * decay)
@@ -318,9 +318,9 @@ def _add_totals(consumer: Consumer, total: jax.Array) -> jax.Array:
     """f32[64]: the weights of both consumers' tiles."""
     scratch = consumer.scratch
     mosaic_memory.store_shared(scratch.statistics_smem.at[consumer.me, TOTAL], total, BY_ROW)
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(scratch.totals_ready)
-    plgpu.barrier_wait(scratch.totals_ready)
+    plgpu.commit_smem()  # visible to the other consumer before it is told
+    plgpu.barrier_arrive(scratch.totals_ready)  # no product of its own runs now
+    plgpu.barrier_wait(scratch.totals_ready)  # the other's have ended, too
     return _load_statistic(consumer, 0, TOTAL) + _load_statistic(consumer, 1, TOTAL)
 
 
@@ -331,7 +331,7 @@ def _store_part(consumer: Consumer, outputs: Outputs, state: State) -> None:
 
     @pl.when(consumer.me == 0)
     def _() -> None:
-        outputs.statistics.at[cta.split, cta.token, 0, cta.heads][...] = state.largest
+        outputs.statistics.at[cta.split, cta.token, 0, cta.heads][...] = state.largest  # f32[64]
         outputs.statistics.at[cta.split, cta.token, 1, cta.heads][...] = state.total
 
 
@@ -343,7 +343,7 @@ def _store_output(consumer: Consumer, outputs: Outputs, out: jax.Array) -> None:
     # From the layout of products to the swizzle that the copy engine takes; the products that read
     # queries have ended in both consumers, since both have come through `totals_ready`.
     mosaic_memory.store_shared(out_smem, as_bf16(out, shapes.dtype), plgpu.Layout.WGMMA)
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # other threads rotate than have stored
     if shapes.rotated:
         for number in range(2):
             turn = functools.partial(
@@ -360,12 +360,12 @@ def _store_output(consumer: Consumer, outputs: Outputs, out: jax.Array) -> None:
     if shapes.heads_of_cta < HEADS:
         out_smem = out_smem.at[pl.ds(0, shapes.heads_of_cta)]
     out_gmem = outputs.sums.at[cta.token, cta.own_heads, consumer.columns]
-    plgpu.copy_smem_to_gmem(out_smem, out_gmem)
+    plgpu.copy_smem_to_gmem(out_smem, out_gmem)  # the copy engine's until the wait
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the CTA's memory is read until then
 
 
 def _per_row(value: Any) -> jax.Array:
-    return plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), BY_ROW)
+    return plgpu.layout_cast(jnp.full((HEADS,), value, jnp.float32), BY_ROW)  # one value: no move
 
 
 def _load_statistic(consumer: Consumer, owner: jax.Array | int, which: int) -> jax.Array:

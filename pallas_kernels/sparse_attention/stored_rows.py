@@ -87,9 +87,11 @@ class StoredRows:
             return mosaic_codes.decode_e4m3(rows, scale, first=first)
         if word[0] == "scale":
             # UE8M0: the byte of this chunk's group becomes an f32's exponent.
-            scale = ((scale >> (8 * (chunk % 4))) & 255) << 23
+            scale = ((scale >> (8 * (chunk % 4))) & 255) << 23  # i32[64], bits of f32
         wide = self.dtype if self.dtype == jnp.float16 else jnp.float32
         scale = lax.bitcast_convert_type(scale, jnp.float32).astype(wide)
+        # A row's scale is in the lanes that have the row, since it was loaded in `ROW`: nothing
+        # moves.
         scale = plgpu.layout_cast(lax.broadcast_in_dim(scale, rows.shape, [0]), mosaic.ROWS)
         # [64, 64] codes; a factor for each row, in the layout of the values.
         codes = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn)
