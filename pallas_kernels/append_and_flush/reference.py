@@ -56,6 +56,7 @@ class Appended(NamedTuple):
 def append_and_flush(arguments: Arguments) -> Appended:
     """`encode_tokens`, `flush_csa` or `flush_hca`, `append_tokens`; and `round_index_queries`."""
     ring, compressors, norm_rope = arguments.ring, arguments.compressors, arguments.norm_rope
+    # Each request has one token in the call.
     call = dataclasses.replace(arguments.call, max_row_tokens=1)
     layer, frequencies, compression_ratio = (
         ring.layer,

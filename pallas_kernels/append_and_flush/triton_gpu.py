@@ -237,7 +237,7 @@ def _append_window(
     arguments: Arguments,
 ) -> None:
     """Encodes the token's window entry, for this call and for later ones."""
-    window_size = first_plane(arguments.ring.planes).shape[2]
+    window_size = first_plane(arguments.ring.planes).shape[2]  # W
     entry = triton_token.encode_entry(
         inputs.kv,
         inputs.norm,
@@ -295,7 +295,7 @@ def _append_csa(
         # The oldest first: M tokens of the window before, whose b-stream is in the first columns,
         # then M of the own one.
         tokens = []
-        for back in range(period - 1, -1, -1):
+        for back in range(period - 1, -1, -1):  # tokens before this one
             state_row = jnp.maximum(closes.position - back, 0) % period
             # The token's own row comes from the call: in the state it is being written meanwhile.
             rows, row = state, (closes.layer, closes.slot, state_row)
@@ -337,6 +337,7 @@ def _append_hca(
     # One program has all of the pool's channels, so that nobody else reads or writes it meanwhile.
     at, lanes = (closes.layer, closes.slot), {"start": 0, "count": channels, "width": width}
     ends = (closes.position + 1) % closes.compression_ratio == 0
+    # f32[width] each: the running pool, empty at a window's first token, and the token's own.
     pooled = triton_pool.fold(
         triton_pool.continue_pool(
             running, at, closes.position % closes.compression_ratio > 0, **lanes

@@ -36,7 +36,7 @@ class NormRope:
 
 def rms_norm(x: jax.Array, weight: jax.Array | None, *, eps: float) -> jax.Array:
     """RMS norm of the last axis: x / sqrt(mean(x**2) + eps) * weight, in f32, in the dtype of x."""
-    wide = x.astype(jnp.float32)
+    wide = x.astype(jnp.float32)  # [..., C]
     return _scale(x, weight, jnp.mean(wide * wide, axis=-1, keepdims=True), eps)
 
 
@@ -45,8 +45,9 @@ def rms_norm_by_pairs(x: jax.Array, weight: jax.Array | None, *, eps: float) -> 
 
     XLA sums rows of small and of large arrays in different orders; here neighbours are added.
     """
-    squares = jnp.square(x.astype(jnp.float32))
+    squares = jnp.square(x.astype(jnp.float32))  # [..., C]
     width = pl.next_power_of_2(x.shape[-1])
+    # Zeros up to a power of two: every sum has a pair, and adds nothing.
     squares = jnp.pad(squares, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
     return _scale(x, weight, rounded(sum_by_pairs(squares) / x.shape[-1]), eps)
 
@@ -90,12 +91,13 @@ def rotate(
     nope_dim = x.shape[-1] - rope_dim
     positions = jnp.expand_dims(positions, range(x.ndim - 1 - positions.ndim))
     frequencies = jnp.expand_dims(frequencies, range(x.ndim - 1))
-    angle = positions.astype(jnp.float32)[..., None] * frequencies
+    angle = positions.astype(jnp.float32)[..., None] * frequencies  # f32[..., R / 2], radians
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if inverse:
         sin = -sin
     pairs = x[..., nope_dim:].astype(jnp.float32).reshape(*x.shape[:-1], rope_dim // 2, 2)
-    a, b = pairs[..., 0], pairs[..., 1]
+    a, b = pairs[..., 0], pairs[..., 1]  # f32[..., R / 2]
+    # Each product is rounded by itself: no compiler may fuse it into the sum.
     rotated = jnp.stack(
         [rounded(a * cos) - rounded(b * sin), rounded(b * cos) + rounded(a * sin)], axis=-1
     )

@@ -54,7 +54,7 @@ class Closing(NamedTuple):
     def locate(self, planes: Mapping[str, Ref]) -> Place:
         """Of the entry in planes [L, NB, EB, ...]."""
         entries_per_block = next(iter(planes.values())).shape[2]
-        entry = self.position // self.compression_ratio
+        entry = self.position // self.compression_ratio  # the window's number
         logical = entry // entries_per_block
         # No request, or beyond the table: block -1, for which nothing is stored.
         inside = (self.segment >= 0) & (logical < self.table.shape[1])
@@ -121,6 +121,7 @@ def prepare_store(
         # An entry is rotated by the position of its window's first token.
         entry = triton_rope.norm_and_rotate(mean, table, begin)
         encoded = triton_codecs.encode(codec, entry, dim=table.dim, rope_dim=rope_dim)
+        # Block -1 is no place: what was computed is dropped.
         pl.when(place[1] >= 0)(functools.partial(triton_codecs.store_entry, planes, place, encoded))
 
     return store

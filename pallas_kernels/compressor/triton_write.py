@@ -28,14 +28,14 @@ def flush_write(entries: Entries) -> Planes:
         program = pl.program_id(0)
         segment, number = inputs.segment_ids[program], inputs.numbers[program]
         entries_per_block = next(iter(pool.values())).shape[2]
-        logical = number // entries_per_block
+        logical = number // entries_per_block  # the column of the table
         # -1 of either, or an entry beyond the table, reads a word of the table that is dropped.
         inside = (segment >= 0) & (number >= 0) & (logical < inputs.table.shape[1])
         block = inputs.table[jnp.maximum(segment, 0), jnp.where(inside, logical, 0)]
 
         @pl.when(inside & (block >= 0))
         def _() -> None:
-            place = inputs.layer[0], block, number % entries_per_block
+            place = inputs.layer[0], block, number % entries_per_block  # one program an entry
             for name, plane in pool.items():
                 triton.copy_row(inputs.rows[name], (program,), plane, place)
 

@@ -57,7 +57,7 @@ def load_rope_table(
     if norm_ref is not None:
         weight = triton.load_row(norm_ref, (), start=0, count=dim, width=width)
         weight = weight.astype(jnp.float32)
-    pair = jnp.arange(width // 2) - (dim // 2 - num_rotated)
+    pair = jnp.arange(width // 2) - (dim // 2 - num_rotated)  # from the first that rotates
     # Pairs that do not rotate read a frequency that there is, and drop it.
     frequency = frequencies_ref[jnp.clip(pair, 0, num_rotated - 1)]
     frequency = jnp.where((pair >= 0) & (pair < num_rotated), frequency, 0.0)
@@ -67,7 +67,7 @@ def load_rope_table(
 def norm_and_rotate(x: jax.Array, table: RopeTable, position: jax.Array) -> jax.Array:
     """f32[..., width], norm and RoPE at a position i32[], each rounded to activations' dtype."""
     # Squares are rounded before they are added: fused, they would differ from the reference's.
-    mean_square = sum_by_pairs(triton.exact_product(x, x)) / table.dim
+    mean_square = sum_by_pairs(triton.exact_product(x, x)) / table.dim  # f32[...], of C dims
     scaled = x * beside(jax.lax.rsqrt(mean_square + table.eps), x.shape)
     if table.weight is not None:
         scaled = scaled * jnp.broadcast_to(table.weight, x.shape)
@@ -85,7 +85,7 @@ def rotate(x: jax.Array, table: RopeTable, position: jax.Array) -> jax.Array:
     )
     sin, cos = (jnp.broadcast_to(part, pairs) for part in triton.sin_cos(angle))
     # A pair lies in neighbouring lanes, which one thread holds.
-    a, b = split_neighbours(x, 2)
+    a, b = split_neighbours(x, 2)  # f32[..., width / 2] each
     product = triton.exact_product
     # No product is fused into the sum, which would round once less than the reference does.
     rotated_a = round_to_dtype(product(a, cos) - product(b, sin), table.dtype)
@@ -107,6 +107,7 @@ def split_neighbours(x: jax.Array, count: int) -> list[jax.Array]:
     """f32[..., n] -> `count`, a power of two, of f32[..., n / count]: lanes i, i + count, ..."""
     if count == 1:
         return [x]
+    # As pairs in a last axis of two, which is what Triton can split.
     pairs = (*x.shape[:-1], x.shape[-1] // 2)
     halves = jax.lax.split(x.reshape(*pairs, 2), (1, 1), axis=len(pairs))
     even, odd = (split_neighbours(half.reshape(pairs), count // 2) for half in halves)

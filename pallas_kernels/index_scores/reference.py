@@ -58,10 +58,10 @@ def listed_scores(
     }
 
     def score(some: dict[str, jax.Array], _: jax.Array) -> jax.Array:
-        here = dataclasses.replace(call, segment_ids=some["segment_ids"])
+        here = dataclasses.replace(call, segment_ids=some["segment_ids"])  # of n tokens
         dense = {"dim": queries.shape[-1], "dtype": jnp.float32}
-        keys, _ = gather_entries(pool, here, some["listed"], **dense)
-        return index_scores(some["queries"], some["weights"], keys)
+        keys, _ = gather_entries(pool, here, some["listed"], **dense)  # f32[n, K, IC]
+        return index_scores(some["queries"], some["weights"], keys)  # f32[n, K]
 
     return map_tokens(score, places, elements_per_token=listed.shape[1] * queries.shape[-1])
 
@@ -84,6 +84,7 @@ def map_scores(
     }
 
     def map_some(some: dict[str, jax.Array], _: jax.Array) -> jax.Array:
+        # f32[n, E, IC], all entries of a table row; those that are not visible are zeros.
         keys, _ = gather_entries(
             pool,
             dataclasses.replace(call, segment_ids=some["segment_ids"]),

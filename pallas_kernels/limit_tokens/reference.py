@@ -54,14 +54,17 @@ def limit_tokens(
     """See `op.limit_tokens`."""
     num_tokens = scaled.shape[1]
     low_bits = low_bits_of(num_tokens)
-    ranks, masses = ranks_of(scaled), masses_of(scaled)
-    wanted = wanted_of(masses, top_k, top_p)
+    ranks, masses = ranks_of(scaled), masses_of(scaled)  # u32[T, V]
+    wanted = wanted_of(masses, top_k, top_p)  # [T] each
 
     def is_left(before: jax.Array) -> jax.Array:
         """bool[T], of tokens that those of bool[T, V] come before."""
         return comes_short(sums_of(before, masses, low_bits), wanted, low_bits)
 
+    # u32[T], of the last token that is left: 31 sums over [T, V].
     last_rank = _largest(lambda rank: is_left(ranks < rank[:, None]), top_k.shape, RANK_BITS)
+    # bool[T, V]. Of tokens of that rank the lower numbers come first: a second search, over
+    # numbers.
     better, equal = ranks < last_rank[:, None], ranks == last_rank[:, None]
     number = jnp.arange(num_tokens, dtype=jnp.uint32)[None]
     last = _largest(
@@ -82,6 +85,7 @@ def low_bits_of(num_tokens: int) -> int:
 
 def ranks_of(scaled: jax.Array) -> jax.Array:
     """u32 that ascend as logits of at most 0 descend; both zeros are 0."""
+    # Bits of floats that are not negative ascend as the floats do.
     bits = jax.lax.bitcast_convert_type(jnp.abs(scaled), jnp.uint32)
     return jnp.minimum(bits, jnp.uint32(NAN_RANK))
 
@@ -94,7 +98,7 @@ def masses_of(scaled: jax.Array) -> jax.Array:
 
 def sums_of(chosen: jax.Array, masses: jax.Array, low_bits: int) -> Sums:
     """Of the tokens [T, V] that are chosen, of each row."""
-    kept = jnp.where(chosen, masses, jnp.uint32(0))
+    kept = jnp.where(chosen, masses, jnp.uint32(0))  # u32[T, V]
     return Sums(
         tokens=jnp.sum(chosen.astype(jnp.int32), axis=1, dtype=jnp.int32),
         high=jnp.sum(kept >> low_bits, axis=1, dtype=jnp.uint32),
@@ -104,6 +108,7 @@ def sums_of(chosen: jax.Array, masses: jax.Array, low_bits: int) -> Sums:
 
 def comes_short(before: Sums, wanted: Wanted, low_bits: int) -> jax.Array:
     """Whether both count and mass are less than what is wanted."""
+    # What the low halves carry goes to the high ones, so that both compare digit by digit.
     high = before.high + (before.low >> low_bits)
     low = before.low & jnp.uint32((1 << low_bits) - 1)
     less = (high < wanted.high) | ((high == wanted.high) & (low < wanted.low))
@@ -123,6 +128,7 @@ def wanted_of(masses: jax.Array, top_k: jax.Array, top_p: jax.Array) -> Wanted:
     low = jnp.ceil(share - high * (1 << low_bits))
     takes_share = top_p < 1
     all_ones = jnp.full(top_k.shape, (1 << 32) - 1, jnp.uint32)
+    # No limit on their number is all of them: a row with one limit has both.
     count = jnp.where(top_k > 0, jnp.minimum(top_k, num_tokens), num_tokens)
     return Wanted(
         tokens=jnp.where((top_k > 0) | takes_share, count, 0).astype(jnp.int32),
@@ -138,7 +144,7 @@ def finish(
 
     The number may be that of any token up to the next one of the same rank.
     """
-    least = -jax.lax.bitcast_convert_type(last_rank, jnp.float32)
+    least = -jax.lax.bitcast_convert_type(last_rank, jnp.float32)  # f32[T], a logit's bits again
     is_limited = wanted.tokens > 0
     last = jnp.where(is_limited, jnp.minimum(last, num_tokens - 1), num_tokens - 1)
     return jnp.where(is_limited, least, -jnp.inf), last

@@ -126,25 +126,26 @@ def _count_kernel(
 
     @pl.when(row.wanted.tokens[number] > 0)
     def _() -> None:
+        # What the launch before has counted says the digit; every part's program works it out.
         rank = jnp.zeros((), jnp.uint32)
         if found is not None:
             rank = _next_rank(row, found, number, last_shift[jnp.int32(0)])[0]
 
         @pl.when(part == 0)
         def _() -> None:
-            outputs.rank[number] = rank
+            outputs.rank[number] = rank  # one program a row stores what all found
 
         candidate = jnp.arange(RANKS, dtype=jnp.uint32)
-        candidates = (rank + (candidate << shift[jnp.int32(0)]))[:, None]
+        candidates = (rank + (candidate << shift[jnp.int32(0)]))[:, None]  # u32[16, 1]
         low_bits = low_bits_of(num_tokens)
         # A thread's own tokens first, over all of the part; threads add up once, at the end. Until
         # then the number of tokens is above the high halves of their masses in one word.
         zeros = jnp.zeros((RANKS, COLUMNS), jnp.uint32)
         sums = [zeros, zeros]
         for first in range(0, size, COLUMNS):
-            ranks, masses = _load(row, number, part * size + first, COLUMNS)
+            ranks, masses = _load(row, number, part * size + first, COLUMNS)  # u32[COLUMNS]
             # Tokens beyond the row have the last rank of all, which comes before none.
-            is_before = ranks[None] < candidates
+            is_before = ranks[None] < candidates  # bool[16, COLUMNS]
             values = (
                 (masses >> low_bits) + jnp.uint32(1 << _HIGH_BITS),
                 masses & jnp.uint32((1 << low_bits) - 1),
@@ -157,6 +158,7 @@ def _count_kernel(
         high = tokens_and_high & jnp.uint32((1 << _HIGH_BITS) - 1)
         for place, total in enumerate((tokens_and_high >> _HIGH_BITS, high, low)):
             where = number, part, jnp.int32(place), pl.ds(0, RANKS)
+            # u32[16], a sum over the program's threads; parts are added by the next launch.
             outputs.before[where] = jnp.sum(total, axis=1, dtype=jnp.uint32)
 
 
@@ -174,7 +176,7 @@ def _settle_kernel(inputs: tuple[Row, Found], outputs: tuple[Ref, Ref], *, size:
         # What ranks before the last token's, and what has its rank, in each part.
         better, equal = [], []
         for place in range(len(Sums._fields)):
-            sums = _load_parts(found, number, place)
+            sums = _load_parts(found, number, place)  # u32[P, 16]
             at_digit, next_digit = (
                 jnp.sum(jnp.where(_candidates() == each, sums, 0), axis=1, dtype=jnp.uint32)
                 for each in (digit, digit + 1)
@@ -182,7 +184,7 @@ def _settle_kernel(inputs: tuple[Row, Found], outputs: tuple[Ref, Ref], *, size:
             better.append(jnp.sum(at_digit, dtype=jnp.uint32))
             equal.append(next_digit - at_digit)
         # The last part at whose beginning a token would still be left.
-        is_earlier = part[None] < part[:, None]
+        is_earlier = part[None] < part[:, None]  # bool[P, P]
         before = [
             total + jnp.sum(jnp.where(is_earlier, own[None], 0), axis=1, dtype=jnp.uint32)
             for total, own in zip(better, equal, strict=True)
@@ -193,12 +195,12 @@ def _settle_kernel(inputs: tuple[Row, Found], outputs: tuple[Ref, Ref], *, size:
             jnp.sum(jnp.where(part == last_part, each, 0), dtype=jnp.uint32) for each in before
         ]
         # And in it the last number that comes before none that is left out, bit by bit.
-        ranks, masses = _load(row, number, last_part * size, size)
+        ranks, masses = _load(row, number, last_part * size, size)  # u32[size]
         offset = jnp.arange(size, dtype=jnp.int32)
         last = jnp.int32(0)
         for bit in reversed(range(size.bit_length() - 1)):
             tried = last | (1 << bit)
-            ties = (ranks == rank) & (offset < tried)
+            ties = (ranks == rank) & (offset < tried)  # bool[size]
             own = sums_of(ties[None], masses[None], low_bits)
             sums = [
                 total + jnp.sum(each).astype(jnp.uint32)
@@ -229,6 +231,7 @@ def _load_parts(found: Found, number: jax.Array, place: int) -> jax.Array:
     num_parts = found.before.shape[1]
     part = jnp.arange(pl.next_power_of_2(num_parts), dtype=jnp.int32)[:, None]
     there = jnp.broadcast_to(part < num_parts, (part.shape[0], RANKS))
+    # P is rounded up to a power of two, as shapes of programs are.
     return triton.load_where(found.before, (number, part, jnp.int32(place), _candidates()), there)
 
 
@@ -240,6 +243,7 @@ def _load(row: Row, number: jax.Array, start: jax.Array, width: int) -> tuple[ja
     """Ranks and masses of tokens from `start` on; beyond the row ranks that come last, and 0."""
     token = start + jnp.arange(width, dtype=jnp.int32)
     there = token < row.scaled.shape[1]
+    # The last part reaches beyond the row, whose next words are another row's.
     scaled = triton.load_where(row.scaled, (number, token), there)
     masses = triton.load_where(row.masses, (number, token), there)
     return jnp.where(there, ranks_of(scaled), jnp.uint32(NAN_RANK + 1)), masses

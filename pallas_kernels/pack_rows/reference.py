@@ -18,11 +18,12 @@ def pack_rows(planes: Sequence[jax.Array], rows: jax.Array) -> tuple[jax.Array, 
     count = rows.shape[0]
     parts = [jnp.zeros((count, 0), jnp.uint8)]
     for plane in planes:
-        is_there = (rows >= 0) & (rows < plane.shape[1])
+        is_there = (rows >= 0) & (rows < plane.shape[1])  # bool[n]
+        # Row 0 where there is none, so that -1 does not read the last one. [n, L, ...]
         taken = jnp.moveaxis(plane[:, jnp.where(is_there, rows, 0)], 1, 0)
         bits = jax.lax.bitcast_convert_type(taken, jnp.uint8).reshape(count, plane_bytes(plane))
-        parts.append(jnp.where(is_there[:, None], bits, 0))
-    packed = jnp.concatenate(parts, axis=1)
+        parts.append(jnp.where(is_there[:, None], bits, 0))  # u8[n, bytes of the plane]
+    packed = jnp.concatenate(parts, axis=1)  # u8[n, bytes of all]
     return packed, sum_rows(packed)
 
 
@@ -31,11 +32,12 @@ def unpack_rows(planes: Sequence[jax.Array], rows: jax.Array, packed: jax.Array)
     found, start = [], 0
     for plane in planes:
         size, width = plane_bytes(plane), plane.dtype.itemsize
-        bits = packed[:, start : start + size]
-        shape = (rows.shape[0], plane.shape[0], *plane.shape[2:])
+        bits = packed[:, start : start + size]  # u8[n, bytes of the plane]
+        shape = (rows.shape[0], plane.shape[0], *plane.shape[2:])  # [n, L, ...]
+        # Bytes of an element in an axis of their own, which the cast takes away.
         bits = bits.reshape(shape if width == 1 else (*shape, width))
-        values = jnp.moveaxis(jax.lax.bitcast_convert_type(bits, plane.dtype), 0, 1)
-        target = drop_absent(rows, plane.shape[1])
+        values = jnp.moveaxis(jax.lax.bitcast_convert_type(bits, plane.dtype), 0, 1)  # [L, n, ...]
+        target = drop_absent(rows, plane.shape[1])  # i32[n], beyond the plane for none
         found.append(plane.at[:, target].set(values, mode="drop"))
         start += size
     return found

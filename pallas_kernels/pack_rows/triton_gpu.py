@@ -116,8 +116,9 @@ def pack_rows(planes: Sequence[jax.Array], rows: jax.Array) -> tuple[jax.Array, 
             is_there = (row >= 0) & (row < plane.shape[1])
             # A row that is not there is zeros.
             index = (at.layer, jnp.where(is_there, row, 0), at.rest)
+            # The last tile of a plane reaches beyond its words, and those are not loaded.
             words = triton.load_where(plane, index, at.inside & is_there)
-            triton.store_where(packed_ref, (i, at.column), words, at.inside)
+            triton.store_where(packed_ref, (i, at.column), words, at.inside)  # u32[groups, group]
             _store_sums(sums_ref, (i, tile), words, at)
 
         for plane, part in zip(plane_refs, parts, strict=True):
@@ -151,11 +152,13 @@ def unpack_rows(planes: Sequence[jax.Array], rows: jax.Array, packed: jax.Array)
 
         def move(plane: Ref, part: _Part) -> None:
             at = _words_of(part, tile)
+            # Words behind the plane's are the next plane's, and another tile's.
             words = triton.load_where(packed_ref, (i, at.column), at.inside)
             triton.store_where(plane, (at.layer, row, at.rest), words, at.inside)
 
         for plane, part in zip(plane_refs, parts, strict=True):
             is_there = (row >= 0) & (row < plane.shape[1])
+            # A row that is not there is left alone, as if its program had not run.
             pl.when(_is_of(part, tile) & is_there)(functools.partial(move, plane, part))
 
     written = triton.launch(
@@ -181,6 +184,7 @@ def sum_rows(packed: jax.Array) -> jax.Array:
     def kernel(packed_ref: Ref, sums_ref: Ref) -> None:
         tile, i = pl.program_id(0), pl.program_id(1)
         at = _words_of(part, tile)
+        # The last tile ends with the row.
         found = triton.load_where(packed_ref, (i, at.column), at.inside)
         _store_sums(sums_ref, (i, tile), found, at)
 
@@ -203,6 +207,7 @@ def _parts_of(planes: Sequence[jax.Array]) -> list[_Part]:
         count = plane_bytes(plane) // _WORD_BYTES
         if count:
             chunk = count // plane.shape[0]
+            # Words that one load takes: as many as divide all places at which one begins.
             group = math.gcd(chunk, start, width, _GROUP)
             parts.append(_Part(chunk, count, start, tiles, group))
             start, tiles = start + count, tiles + parts[-1].num_tiles
@@ -217,7 +222,7 @@ def _is_of(part: _Part, tile: jax.Array) -> jax.Array:
 def _words_of(part: _Part, tile: jax.Array) -> _Words:
     """Words of a tile of the row, which is one of this plane."""
     groups = _TILE // part.group
-    number = (tile - part.first_tile) * groups + jnp.arange(groups, dtype=jnp.int32)
+    number = (tile - part.first_tile) * groups + jnp.arange(groups, dtype=jnp.int32)  # [groups]
     # Divided once for a group: its words are of one layer.
     of_layer = jnp.int32(part.chunk // part.group)
     layer, rest = jax.lax.div(number, of_layer), jax.lax.rem(number, of_layer)

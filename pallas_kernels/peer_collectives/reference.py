@@ -23,8 +23,10 @@ def all_reduce(x: jax.Array, axis_name: str) -> jax.Array:
     if devices == 2:
         return jax.lax.psum(x, axis_name)
     num_bytes = x.size * x.dtype.itemsize
+    # Each device gets all parts [n, rows, ...] and adds them up itself.
     if x.shape[0] % devices or (devices - 2) * num_bytes <= _GATHERED_BYTES:
         return _add_up(jax.lax.all_gather(x, axis_name))
+    # [rows / n, ...] of the sum, then all shares in the order of devices.
     own = reduce_scatter(x.reshape(devices, -1, *x.shape[1:]), axis_name)
     return jax.lax.all_gather(own, axis_name, tiled=True)
 
@@ -44,7 +46,7 @@ def all_gather(*arrays: jax.Array, axis_name: str) -> tuple[jax.Array, ...]:
     words = [_to_words(array, jnp.dtype(f"uint{bits}")) for array in arrays]
     together = jax.lax.all_gather(jnp.concatenate(words, axis=1), axis_name)
     ends = np.cumsum([word.shape[1] for word in words])[:-1].tolist()
-    parts = jnp.split(together, ends, axis=2)
+    parts = jnp.split(together, ends, axis=2)  # [n, rows, words] of each array
     return tuple(
         _from_words(part, array.dtype).reshape(-1, *array.shape)
         for part, array in zip(parts, arrays, strict=True)
@@ -66,12 +68,12 @@ def _add_up(parts: jax.Array) -> jax.Array:
 
 
 def _to_words(array: jax.Array, word: Any) -> jax.Array:
-    words = jax.lax.bitcast_convert_type(array, word)
+    words = jax.lax.bitcast_convert_type(array, word)  # [rows, ...], a last axis if it was wider
     return words.reshape(array.shape[0], -1)
 
 
 def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
     count = jnp.dtype(dtype).itemsize // words.dtype.itemsize
     if count > 1:
-        words = words.reshape(*words.shape[:-1], -1, count)
+        words = words.reshape(*words.shape[:-1], -1, count)  # words of an element in the last axis
     return jax.lax.bitcast_convert_type(words, dtype)

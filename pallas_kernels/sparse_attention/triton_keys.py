@@ -157,7 +157,7 @@ def load_selection(refs: Operands, token: jax.Array, tile: jax.Array) -> jax.Arr
 def find_blocks(refs: Operands, token: jax.Array, entry: jax.Array) -> Found:
     """Where entries of a token lie in the pool."""
     entries_per_block = first_plane(refs.pool).shape[2]
-    segment = refs.segment_ids[token]
+    segment = refs.segment_ids[token]  # of the token's row of the table
     return Found(*find_entries(entry, refs.table, segment, entries_per_block=entries_per_block))
 
 
@@ -182,12 +182,14 @@ def _find_window(refs: Operands, token: jax.Array, place: jax.Array) -> list[Sou
     """Where keys of a token's window lie, the oldest first: in the ring, or among the call's."""
     window = first_plane(refs.ring).shape[2]
     slot, newest = refs.slots[token], refs.positions[token]
-    position = newest - (window - 1) + place
+    position = newest - (window - 1) + place  # i32[KEYS], the oldest first
     is_key = (place < window) & (position >= 0) & (slot >= 0)
+    # The ring has what came before the call; what is of the call itself lies in its rows.
     in_call = position >= refs.lengths[token]
     # Rows of a ring are congruent to positions.
     row = lax.rem(jnp.maximum(position, 0), window)
     return [
+        # Addresses are kept inside the arrays where there is no key: nothing is loaded there.
         Source(refs.ring, (refs.layer[0], jnp.maximum(slot, 0), row), is_key & ~in_call),
         Source(refs.rows, (jnp.maximum(token - (newest - position), 0),), is_key & in_call),
     ]

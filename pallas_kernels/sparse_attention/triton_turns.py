@@ -121,7 +121,7 @@ def _attend(arguments: Arguments, splits: int) -> _Outputs:
         # Heads are the fastest axis: the programs that read the same keys start together.
         head_tile, split, token = (pl.program_id(axis) for axis in range(3))
         head = head_tile * heads + jnp.arange(heads, dtype=jnp.int32)
-        runs = _runs_of(refs, dim)
+        runs = _runs_of(refs, dim)  # columns of latents, then those of RoPE
         # In shared memory before the first turn, for all of them; heads beyond the last are zeros.
         queries = [
             triton.load_where(
@@ -150,11 +150,14 @@ def _attend(arguments: Arguments, splits: int) -> _Outputs:
             entry = select(turn + 2)
             return _Ahead(step(keys, state.softmax), found, entry)
 
+        # f32[heads], f32[heads], and f32[heads, width] of each run: no key so far.
         state = _Softmax(
             jnp.full(heads, FLOOR, jnp.float32),
             jnp.zeros(heads, jnp.float32),
             tuple(jnp.zeros((heads, run.width), jnp.float32) for run in runs),
         )
+        # Tiles of the window come first, then those of entries: splits take them in turn, one row
+        # of both.
         first_entry = turns(window_tiles)
         state = lax.fori_loop(0, first_entry, of_window, state)
         if entry_tiles:
@@ -242,12 +245,12 @@ def _multiply(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
 def _add_tile(queries: list[jax.Array], keys: Keys, state: _Softmax, *, scale: float) -> _Softmax:
     """Attention to the keys so far and to a tile more."""
     values = [columns.values for columns in keys.columns]
-    products = [_multiply(x, y, 1) for x, y in zip(queries, values, strict=True)]
+    products = [_multiply(x, y, 1) for x, y in zip(queries, values, strict=True)]  # [heads, KEYS]
     logits = functools.reduce(jnp.add, products)
     # A key that is not there has the logit minus infinity, and so the weight 0.
     logits = jnp.where(keys.is_key[None], logits * (scale * LOG2_E), -jnp.inf)
-    largest = jnp.maximum(state.largest, jnp.max(logits, axis=1))
-    weights = jnp.exp2(logits - largest[:, None])
+    largest = jnp.maximum(state.largest, jnp.max(logits, axis=1))  # f32[heads]
+    weights = jnp.exp2(logits - largest[:, None])  # f32[heads, KEYS]
     # Sums so far are relative to the largest logit before.
     kept = jnp.exp2(state.largest - largest)
     sums = tuple(
@@ -269,6 +272,7 @@ def _store(
     """Stores sums and statistics of a split or, where there is a sink, what all keys give."""
     factor = None
     if sink is not None:
+        # The last program of a token may have more heads than there are.
         own = triton.load_where(sink, (head,), is_head).astype(jnp.float32)
         factor = inverse_total(state.largest, state.total, own)
     else:
@@ -277,5 +281,5 @@ def _store(
             triton.store_where(outputs.statistics, place, values, is_head)
     for sums, run in zip(state.sums, runs, strict=True):
         values = sums if factor is None else sums * factor[:, None]
-        to = (*lead, head[:, None], run.column())
+        to = (*lead, head[:, None], run.column())  # [heads, width]
         triton.store_where(outputs.sums, to, values.astype(outputs.sums.dtype), run.live(is_head))
