@@ -101,11 +101,13 @@ def append_tokens(arguments: Arguments) -> tuple[tuple[Planes, ...], jax.Array |
             # has a program.
             for name, target in ring.items():
                 at = (layer, jnp.maximum(slot, 0), position % target.shape[2])
+                # Padding has no slot; programs behind a segment's first token have no token.
                 pl.when((slot >= 0) & (back < jnp.minimum(count, limit)))(
                     functools.partial(triton.copy_row, new[name], (token,), target, at)
                 )
         # Programs after those of tokens fold a tile of channels each.
         if kept.running is not None:
+            # A segment without tokens leaves its pool as it was.
             pl.when((slot >= 0) & (count > 0) & (back >= last))(
                 functools.partial(
                     _fold_open_window,
@@ -153,12 +155,12 @@ def _fold_open_window(
 ) -> None:
     """A tile of the pool that is open after the call, from what was open before or afresh."""
     length, count, offset = segment
-    end = length + count
+    end = length + count  # position behind the call's last token
     # What lies before the open window has been flushed; it may have been open before the call.
     opened = end // compression_ratio * compression_ratio
     # Of the call's tokens those of the open window alone; earlier ones are in entries.
     first = jnp.maximum(opened, length)
-    num_channels, width = _channel_tile(running.shape[-1])
+    num_channels, width = _channel_tile(running.shape[-1])  # of a program
     channels = {"start": tile * width, "count": num_channels}
     # Loaded, folded and stored by one program for these channels: the pool is updated in place.
     pool = triton_pool.fold_tokens(

@@ -73,6 +73,7 @@ def flush_hca(compressor: Compressor, windows: Windows, *, tiling: Tiling | None
     call, compression_ratio = windows.call, windows.compression_ratio
     num_windows, num_tokens = windows.closing.shape[0], call.positions.shape[0]
     tiling = tiling or choose_hca(num_windows, num_tokens)
+    # No more than a window or a call has: what is loaded ahead has to lie in the call's rows.
     chunk = min(tiling.chunk, call.max_row_tokens, compression_ratio, num_tokens)
     pooling = PoolHCA(
         compressor.norm.dtype, compression_ratio, chunk, eager=num_windows < num_tokens
@@ -199,7 +200,7 @@ def _pool_tiles(
     """
     num_windows, norm = windows.closing.shape[0], compressor.norm
     (dim,), dtype = norm.shape, norm.dtype
-    channels = math.gcd(tiling.channels, dim)
+    channels = math.gcd(tiling.channels, dim)  # so that tiles are whole
 
     def kernel(inputs: _Operands, outputs: tuple[Ref, Ref]) -> None:
         number, tile = pl.program_id(0), pl.program_id(1)

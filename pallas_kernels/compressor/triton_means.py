@@ -80,12 +80,12 @@ class PoolCSA(NamedTuple):
         # A call of fewer tokens has no such window whole, and too few rows to load.
         if not self.eager or num_tokens < 2 * self.compression_ratio:
             return None
-        own, half = token - (self.compression_ratio - 1), row_width // 2
+        own, half = token - (self.compression_ratio - 1), row_width // 2  # the window's first row
         load = functools.partial(
             triton_pool.load_tokens, sources.rows, number=self.compression_ratio
         )
         # The b-stream has the first half of a row's columns, the a-stream the second.
-        b_stream = load(own - self.compression_ratio, **channels.columns)
+        b_stream = load(own - self.compression_ratio, **channels.columns)  # M tokens
         a_stream = load(own, **channels._replace(start=channels.start + half).columns)
         return [*b_stream, *a_stream]
 
@@ -127,6 +127,7 @@ class PoolHCA(NamedTuple):
         if not self.eager:
             return None
         first = token - (self.compression_ratio - 1)
+        # The window's first tokens; the next chunk is asked for while this one is folded.
         return triton_pool.load_tokens(sources.rows, first, self.chunk, **channels.columns)
 
     def finish(
@@ -171,6 +172,7 @@ def _csa_places(
     """Of each token: its row of the call, its row of the state, its first column in both."""
     compression_ratio, places = closes.compression_ratio, []
     for back in range(2 * compression_ratio - 1, -1, -1):
+        # Any row where the token is of an earlier call: its load is masked.
         row = (jnp.maximum(closes.token - back, 0),)
         # The state keeps the last 2M tokens, each in the row of its position.
         kept = jnp.maximum(closes.position - back, 0) % (2 * compression_ratio)
@@ -196,4 +198,5 @@ def _pool_merged(sources: Sources, closes: Closing, channels: Channels) -> trito
                 for name in triton_pool.TOKEN
             ]
         )
+    # A request's first window has none before it: those M tokens weigh nothing.
     return triton_pool.pool_overlapping(tokens, closes.position >= closes.compression_ratio)

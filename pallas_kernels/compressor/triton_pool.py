@@ -58,12 +58,14 @@ def pool_tokens(tokens: Sequence[Sequence[jax.Array]]) -> Pool:
     weighted = [
         triton.exact_product(w, value) for w, (value, _) in zip(weights, tokens, strict=True)
     ]
+    # f32[width] each.
     return largest, functools.reduce(jnp.add, weights), functools.reduce(jnp.add, weighted)
 
 
 def pool_overlapping(tokens: Sequence[Sequence[jax.Array]], has_before: jax.Array) -> Pool:
     """The pool of 2M tokens, M of the window before, if there is one, and M of the own one."""
     compression_ratio = len(tokens) // 2
+    # Score minus infinity and value 0: a weight of 0, whatever the state held there.
     absent = [
         [
             select(has_before, value, jnp.zeros_like(value)),
@@ -148,7 +150,7 @@ def fold_window(
       columns: as `load_tokens` takes them.
     """
     chunk = len(tokens)
-    whole, rest = divmod(num_tokens, chunk)
+    whole, rest = divmod(num_tokens, chunk)  # chunks, and tokens of a last one
     load = functools.partial(load_tokens, rows, **columns)
 
     def fold_all(pool: Pool, tokens: Tokens) -> Pool:
@@ -233,7 +235,7 @@ def fold_tokens(
 def mean(pool: Pool, channels: int, dtype: DTypeLike) -> jax.Array:
     """f32[width], a pool's mean rounded to the dtype of activations; zeros past its channels."""
     _, total, weighted = pool
-    quotient = weighted / total
+    quotient = weighted / total  # f32[width]
     if channels < total.shape[0]:
         # Lanes past the channels become zeros, since the norm adds up all lanes.
         quotient = jnp.where(jnp.arange(total.shape[0]) < channels, quotient, 0.0)

@@ -44,7 +44,7 @@ def encode_tokens(
     }
 
     def kernel(inputs: _Operands, outputs: _Outputs) -> None:
-        token, part = pl.program_id(0), pl.program_id(1)
+        token, part = pl.program_id(0), pl.program_id(1)  # part 0 is the entry
         position = inputs.positions[token]
 
         # The first program of a token has its entry, the others eight heads each.

@@ -182,8 +182,8 @@ def _sorted_tokens(
         return sums, None
     # Else XLA computes the rows again for each value that it adds.
     row = jax.lax.optimization_barrier(row)
-    of_pairs = jnp.where(is_pair[..., None], down[0, row], 0)
-    routed = jnp.sum(of_pairs.astype(jnp.float32), axis=1).astype(x.dtype)
+    of_pairs = jnp.where(is_pair[..., None], down[0, row], 0)  # [T, picks, dim], 0 for no expert
+    routed = jnp.sum(of_pairs.astype(jnp.float32), axis=1).astype(x.dtype)  # [T, dim]
     if joined:
         return routed, down[0, total:].astype(x.dtype)
     if rounded is not None and shared is not None and _shares_rows(x, shared, w1):
@@ -236,11 +236,12 @@ def _one_token(
     if joined:
         gates.insert(0, joined[0])
     height = picks + len(gates) - 1
+    # [height, hidden]: the token's row of each expert, and of the shared one behind them.
     rows = RawRows(launch(*gates, num_rows=height, dtype=x.dtype))
     downs = [Product(rows, [w2], out_of, *down_plan)]
     if joined:
         downs.insert(0, dataclasses.replace(joined[1], rows=rows))
-    down = launch(*downs, num_rows=height)
+    down = launch(*downs, num_rows=height)  # f32[1, height, dim]
     if joined and in_parts:
         return SplitSums(down.reshape(height, 1, -1), x.dtype), None
     # Each pick's row is a part of the one token's sum.

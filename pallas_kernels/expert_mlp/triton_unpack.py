@@ -82,7 +82,8 @@ def unpack_to_fp8(weight: MXFP4) -> BlockFP8:
         # Four words have a group's 32 codes; the group's scale is a byte of the row's word.
         shift = jnp.broadcast_to(word // _WORDS_OF_GROUP * 8, everywhere.shape)
         own = (jnp.broadcast_to(of_row[:, None], everywhere.shape) >> shift) & 255
-        steps = jnp.minimum(largest - own, table.shape[0] - 1)
+        steps = jnp.minimum(largest - own, table.shape[0] - 1)  # i32[128, 16], powers of two
+        # Magnitudes of E2M1 under each step, eight bytes, looked up for each word of eight codes.
         low, high = (
             triton.load_where(table, (steps, jnp.int32(half)), everywhere) for half in range(2)
         )

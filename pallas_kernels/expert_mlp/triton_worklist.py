@@ -90,9 +90,10 @@ def sort_few_pairs(
 
         lower, total = jax.lax.fori_loop(0, steps, add_lower, (zeros, jnp.int32(0)))
         (first_row, first_tile), (_, num_used) = _apart(lower), _apart(total)
-        own_row = first_row + before
+        own_row = first_row + before  # i32[width], runs of experts are aligned
         triton.store_where(made.row, (pair,), own_row, is_pair)
         triton.store_where(made.token, (own_row,), pair // picks, is_pair)
+        # Threads behind the last pair have no row, and load and store nothing.
         share = triton.load_where(weights, (pair,), is_pair)
         triton.store_where(made.share, (own_row,), share, is_pair)
         inside = before % tile_rows

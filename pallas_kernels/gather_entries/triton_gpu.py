@@ -94,7 +94,7 @@ def gather_window(
     def locate(indices: _WindowIndices, stored: Sequence[PlaneRefs], token, place, inside):
         slot, newest = indices.slots[token], indices.positions[token]
         # Ring row `place` has the newest position that is congruent to it; how far back that is.
-        age = lax.rem(jnp.maximum(newest, 0) - place + window, window)
+        age = lax.rem(jnp.maximum(newest, 0) - place + window, window)  # i32[_ROWS], tokens
         position = newest - age
         # Rows of a window that has not filled its ring yet, and those of padding, are absent.
         present = inside & (position >= 0) & (slot >= 0)
@@ -138,11 +138,11 @@ def _gather(
 
         for columns in load_rows(sources, codec, dim=dim, dtype=dtype):
             column, is_one = columns.places()
-            at = token, place[:, None], column
+            at = token, place[:, None], column  # [_ROWS, columns]
             # Absent rows are stored too, as zeros.
             triton.store_where(dense, at, columns.values, inside[:, None] & is_one)
         # A row has one source at most.
-        is_there = functools.reduce(jnp.logical_or, (s.present for s in sources))
+        is_there = functools.reduce(jnp.logical_or, (s.present for s in sources))  # bool[_ROWS]
         triton.store_where(present, (token, place), is_there, inside)
 
     return triton.launch(

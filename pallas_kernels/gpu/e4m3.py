@@ -43,6 +43,7 @@ def encode(values: jax.Array) -> jax.Array:
         registers = np.empty(values.registers.shape, dtype=object)
         for index, register in np.ndenumerate(values.registers):
             numbers = [vector.extract(register, [], [i]) for i in range(f8.shape[0])]
+            # Four f32 of a thread to a word of four codes.
             words = [
                 llvm.inline_asm(i32, numbers[i : i + 4], asm, "=r,f,f,f,f")
                 for i in range(0, len(numbers), 4)

@@ -37,6 +37,7 @@ Ref = Any
 def order_columns(rows: jax.Array, layout: Layout) -> jax.Array:
     """[M, 128] with the columns in the order of an operand's that was loaded in this layout."""
     if layout == mosaic.EVEN_ROWS:  # bytes 64 v + 16 q + 4 k + i
+        # [M, v, q, k, i]; an operand has k before q.
         split = rows.reshape(-1, 2, 4, 4, 4)
     else:  # WIDE_ROWS, bytes 32 q + 16 v + 4 k + i
         split = rows.reshape(-1, 4, 2, 4, 4).swapaxes(-4, -3)
@@ -75,7 +76,7 @@ def store_columns(
         (apart, *_), _ = ir.MemRefType(target.type).get_strides_and_offset()
         for register, coordinate in zip(rows.registers.flat, coordinates, strict=True):
             row, column = (arith.index_cast(i32, i) for i in coordinate)
-            group = arith.remui(row, mgpu.c(groups, i32))
+            group = arith.remui(row, mgpu.c(groups, i32))  # rows go to parts in turns
             row = arith.divui(row, mgpu.c(groups, i32))
             row = arith.addi(row, mgpu.c(first_row, i32))
             v, k, q = _place_of_word(arith.divui(column, mgpu.c(4, i32)), layout)
@@ -142,6 +143,7 @@ def to_rows(values: jax.Array) -> jax.Array:
     )
     def convert(_, values):
         layout = mosaic.ROW.to_mgpu()
+        # The same registers under other numbers of rows: no value moves.
         registers = values.registers.reshape(layout.registers_shape(values.shape))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
@@ -164,6 +166,7 @@ def to_operand(values: jax.Array) -> jax.Array:
     )
     def convert(_, values):
         tiled = layout.to_mgpu()
+        # As in `to_rows`, the other way round: no value moves.
         registers = values.registers.reshape(tiled.registers_shape(values.shape))
         return mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
 

@@ -124,8 +124,8 @@ def load_rows(
         return [Columns(_load_fp4(sources, codec, dim, dtype).astype(dtype), 0, dim)]
     rope_dim = sources[0].planes["rope"].shape[-1]
     nope_dim = dim - rope_dim
-    words = _read(sources, "nope", nope_dim // _CODES_PER_WORD)
-    scale = _load_scales(sources, codec, nope_dim, words.shape)
+    words = _read(sources, "nope", nope_dim // _CODES_PER_WORD)  # u32[n, words]
+    scale = _load_scales(sources, codec, nope_dim, words.shape)  # f32[n, words]
     # f16 holds codes times powers of two, and multiplies two in one instruction.
     scale = scale.astype(jnp.float16 if dtype == jnp.float16 else jnp.float32)
 
@@ -138,7 +138,7 @@ def load_rows(
 
     # Codes 4 w + i of words w go back to their order.
     nope = join_neighbours([decode(number) for number in range(_CODES_PER_WORD)])
-    rope = _read(sources, "rope", rope_dim)
+    rope = _read(sources, "rope", rope_dim)  # [n, width], as it is
     return [
         Columns(nope.astype(dtype), 0, nope_dim),
         Columns(rope.astype(dtype), nope_dim, rope_dim),
@@ -149,7 +149,7 @@ def _load_whole_fp8(
     sources: Sequence[Source], codec: WholeFP8Codec, dim: int, dtype: DTypeLike
 ) -> jax.Array:
     """[n, width], all columns of rows in E4M3."""
-    words = _read(sources, "codes", dim // _CODES_PER_WORD)
+    words = _read(sources, "codes", dim // _CODES_PER_WORD)  # u32[n, words]
     stored = _load_scale_bytes(sources, codec.group, dim, _CODES_PER_WORD, words.shape)
     # f16 holds codes times powers of two, and multiplies two in one instruction.
     scale = numbers.decode_ue8m0(stored).astype(_wide(dtype))
@@ -167,7 +167,7 @@ def _load_fp4(
 ) -> jax.Array:
     """[n, width], all columns of rows in E2M1, under scales that are E4M3 or UE8M0."""
     codes_per_word = 2 * _BYTES_PER_WORD
-    words = _read(sources, "codes", dim // codes_per_word)
+    words = _read(sources, "codes", dim // codes_per_word)  # u32[n, words]
     stored = _load_scale_bytes(sources, codec.group, dim, codes_per_word, words.shape)
     in_order = tuple(range(3, 32, 4))
     signs = numbers.SIGN_BITS if codec.interleaves_signs(dim) else in_order
@@ -236,6 +236,7 @@ def _read_word(sources: Sequence[Source], name: str, *column: int) -> jax.Array:
     values = None
     for planes, row, present in sources:
         at = (*row, *(jnp.int32(c) for c in column))
+        # Absent rows have an address of the array, and are not loaded.
         loaded = triton.load_where(planes[name], at, present)
         values = loaded if values is None else jnp.where(present, loaded, values)
     assert values is not None

@@ -59,7 +59,7 @@ def multiply(x: jax.Array, weight: jax.Array, *, parts: int, outputs: int, name:
             # Beyond the last input both are zeros, and add nothing.
             values = triton.load_where(x, (row[:, None], column[None]), is_row & inside)
             tile = triton.load_where(weight, (output[:, None], column[None]), is_output & inside)
-            return total + _multiply(values, tile)
+            return total + _multiply(values, tile)  # f32[ROWS, width]
 
         zeros = jnp.zeros((ROWS, width), jnp.float32)
         total = jax.lax.fori_loop(0, of_part, add_run, zeros)

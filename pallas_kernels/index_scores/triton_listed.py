@@ -86,9 +86,11 @@ def listed_scores(
             entry, refs.table, refs.segment_ids[token], entries_per_block=entries_per_block
         )
         source = Source(refs.planes, (refs.layer[0], block, row), present)
-        [keys] = load_rows([source], pool.codec, dim=dim, dtype=jnp.bfloat16)
+        [keys] = load_rows([source], pool.codec, dim=dim, dtype=jnp.bfloat16)  # [64, IC]
         head, column = (jnp.arange(n, dtype=jnp.int32) for n in (width, dim))
         is_head = jnp.broadcast_to((head < num_heads)[:, None], (width, dim))
+        # Heads beyond the last are zeros: a product on tensor cores has 16 at least. bf16[width,
+        # IC].
         query = triton.load_where(refs.queries, (token, head[:, None], column[None]), is_head)
         over_inputs = ((1,), (1,)), ((), ())
         # f32[64, width], a key's products with each head.
@@ -96,6 +98,7 @@ def listed_scores(
             keys.values, query, over_inputs, preferred_element_type=jnp.float32
         )
         weight = triton.load_where(refs.weights, (token, head), head < num_heads) * factor
+        # f32[64]; heads that are not there have weight 0.
         score = jnp.sum(jnp.maximum(products, 0.0) * weight[None], axis=1)
         triton.store_where(scores, (token, place), score, inside)
 

@@ -29,7 +29,7 @@ def index_topk(
 
     Where no query can see more than k entries, all visible ones are selected without scores.
     """
-    visible, num_entries = count_entries(pool, call)
+    visible, num_entries = count_entries(pool, call)  # i32[T] and E
     if num_entries <= k:
         return select_visible(visible, num_entries, k)
     return map_scores(
@@ -37,5 +37,5 @@ def index_topk(
         weights,
         pool,
         dataclasses.replace(call, visible=visible),
-        lambda scores, visible: select_top_k(scores, visible, k),
+        lambda scores, visible: select_top_k(scores, visible, k),  # [n, E] -> [n, k]
     )

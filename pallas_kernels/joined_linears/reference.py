@@ -41,5 +41,5 @@ def joined_linears(arguments: Arguments) -> list[jax.Array]:
         product = block_linear(arguments.x[None], stack)[0].astype(jnp.float32)  # f32[T, out]
         if bias is not None:
             product = product + bias[arguments.positions % bias.shape[0]]  # f32[T, out]
-        products.append(product.astype(dtype))
+        products.append(product.astype(dtype))  # rounded once, bias and all
     return products

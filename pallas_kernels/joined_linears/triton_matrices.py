@@ -50,6 +50,7 @@ def multiply(
     def add_run(run: jax.Array, total: jax.Array) -> jax.Array:
         column = run * _INPUTS + jnp.arange(_INPUTS, dtype=jnp.int32)
         inside = (column < dim)[None]
+        # The last run may reach beyond the inputs: both operands are zeros there, and add nothing.
         tile = triton.load_where(weight, (out[:, None], column[None]), exists[:, None] & inside)
         values = triton.load_where(x, (row[:, None], column[None]), is_row[:, None] & inside)
         over_inputs = ((1,), (1,)), ((), ())
@@ -58,9 +59,10 @@ def multiply(
         )
 
     zeros = jnp.zeros((row.shape[0], out.shape[0]), jnp.float32)
-    total = jax.lax.fori_loop(0, pl.cdiv(dim, _INPUTS), add_run, zeros)
+    total = jax.lax.fori_loop(0, pl.cdiv(dim, _INPUTS), add_run, zeros)  # f32[rows, n]
     here = is_row[:, None] & exists[None]
     if bias is not None:
+        # Positions repeat with the bias; rows that are not there read row 0 of it.
         bias_row = triton.load_where(positions, (row,), is_row) % bias.shape[0]
         total = total + triton.load_where(bias, (bias_row[:, None], out[None]), here)
     triton.store_where(result, (row[:, None], out[None]), total.astype(result.dtype), here)

@@ -30,8 +30,9 @@ def select_top_k(scores: jax.Array, visible: jax.Array, k: int) -> jax.Array:
     num_entries = scores.shape[-1]
     index = jnp.expand_dims(jnp.arange(num_entries), range(scores.ndim - 1))  # i32[..., E]
     visible = jnp.expand_dims(visible, range(scores.ndim - 1 - visible.ndim))
-    keys = jnp.where(index < visible[..., None], _sortable(scores), _INVISIBLE)
+    keys = jnp.where(index < visible[..., None], _sortable(scores), _INVISIBLE)  # i32[..., E]
     best_keys, best = jax.lax.top_k(keys, k)  # i32[..., k] each
+    # Places without an entry get number E, which sorts behind all: i32[..., k].
     ascending = jnp.sort(jnp.where(best_keys > _INVISIBLE, best, num_entries), axis=-1)
     return jnp.where(ascending < num_entries, ascending, -1).astype(jnp.int32)
 
@@ -44,6 +45,7 @@ def select_all(visible: jax.Array, num_entries: int) -> jax.Array:
 
 def _sortable(scores: jax.Array) -> jax.Array:
     """f32 -> i32 that orders as the scores do; both zeros are 0 and NaN is the least."""
-    bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
+    bits = jax.lax.bitcast_convert_type(scores, jnp.int32)  # i32[..., E]
+    # Bits of negative floats ascend as the floats descend: they are mirrored, and -0 becomes 0.
     ordered = jnp.where(bits < 0, _INVISIBLE - bits, bits)
     return jnp.where(jnp.isnan(scores), _NAN, ordered)

@@ -65,9 +65,10 @@ def combine(arguments: JoinArguments) -> jax.Array:
             return triton.load_where(inputs.parts.sums, at, inside)
 
         # The sums, most of what is read, are asked for before statistics are waited for.
-        parts = {first: load_sums(first) for first in range(0, splits, rows)}
+        parts = {first: load_sums(first) for first in range(0, splits, rows)}  # f32[rows, width]
         largest, total = (load_statistic(which, 0, all_splits) for which in range(2))
         own_sink = inputs.sink[head] * LOG2_E
+        # All logits are times log2(e) here; the sink is a logit that no key has.
         top = jnp.maximum(jnp.max(largest), jnp.maximum(own_sink, FLOOR))
         whole = jnp.sum(total * jnp.exp2(largest - top)) + jnp.exp2(own_sink - top)
         out = jnp.zeros(width, jnp.float32)

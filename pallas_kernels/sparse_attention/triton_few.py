@@ -121,13 +121,13 @@ def _attend_to(
     for columns in keys.columns:
         column, is_one = columns.places()
         at = token, head[:, None], column
-        some = triton.load_where(queries, at, is_head[:, None] & is_one)
+        some = triton.load_where(queries, at, is_head[:, None] & is_one)  # [16, width]
         logits = logits + multiply(some.astype(dtype), columns.values, 1)
     # A key that is not there has the logit minus infinity, and so the weight 0.
     logits = jnp.where(keys.is_key[None], logits * (scale * LOG2_E), -jnp.inf)  # a NaN query too
     # A tile without keys has the maximum `FLOOR` and the sum 0, and adds nothing.
     largest = jnp.maximum(jnp.max(logits, axis=1), FLOOR)
-    weights = jnp.exp2(logits - largest[:, None])
+    weights = jnp.exp2(logits - largest[:, None])  # f32[16, KEYS]
     for which, values in enumerate((largest, jnp.sum(weights, axis=1))):
         triton.store_where(
             outputs.statistics, (tile, token, jnp.int32(which), head), values, is_head

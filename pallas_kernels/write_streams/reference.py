@@ -39,8 +39,10 @@ def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
 def mix(streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
     """The streams after a sublayer: [..., S, D], [..., D], [..., S], [..., S, S] -> [..., S, D]."""
     written = post[..., None] * output.astype(jnp.float32)[..., None, :]  # f32[..., S, D]
-    wide = jnp.unstack(streams.astype(jnp.float32), axis=-2)
+    wide = jnp.unstack(streams.astype(jnp.float32), axis=-2)  # f32[..., D] of each stream
     for shares, stream in zip(jnp.unstack(comb, axis=-2), wide, strict=True):
+        # f32[..., S, D]: a stream's share in each of those after it. One stream after another, in
+        # order.
         written = written + shares[..., None] * stream[..., None, :]
     return written.astype(streams.dtype)
 
@@ -54,5 +56,5 @@ def products(fn: jax.Array, streams: jax.Array) -> jax.Array:
     rows, length = fn.shape
     parts = math.gcd(length, _PARTS)
     vectors = flat.reshape(-1, parts, length // parts)  # f32[T, P, S * D / P]
-    weight = fn.astype(jnp.float32).reshape(rows, parts, length // parts)
+    weight = fn.astype(jnp.float32).reshape(rows, parts, length // parts)  # f32[R, P, S * D / P]
     return jnp.einsum("tpc,rpc->tpr", vectors, weight, precision=jax.lax.Precision.HIGHEST)
