@@ -52,14 +52,25 @@ def append_and_flush(
     projections from the call. With more, see `encode_tokens`, `flush_csa` and `append_tokens`, and
     `round_index_queries` for the index queries, which go along.
 
-    With other ops, of a CSA layer:
+    In plain JAX, of a CSA layer with one compressor whose window token t closes, with `norm` and
+    `rope` as in `encode_tokens`:
 
-        rotated, rows = encode_tokens(queries, kv, norm_rope, call.positions, codec=ring.codec)
-        pools = flush_csa(compressors, call, norm_rope.frequencies, layer=ring.layer, ...)
-        kept = [ring.planes, *(c.state for c in compressors)]
-        rows_of = [rows, *(c.rows for c in compressors)]
-        (window, *states), _ = append_tokens(kept, rows_of, None, None, call, layer=ring.layer, ...)
-        rounded = round_index_queries(index_queries, norm_rope.frequencies, call.positions, ...)
+        layer, slots, position = ring.layer, call.slots, call.positions     # i32[], i32[T] twice
+        rotated = rope(norm(queries))                                       # [T, H, C]
+        rows = ring.codec.encode(rope(norm(kv) * norm_rope.weight), R)      # planes [T, ...]
+        window = {n: p.at[layer, slots, position % W].set(rows[n]) for n, p in ring.planes.items()}
+        new, at = compressors[0].rows, (layer, slots, position % (2 * M))
+        state = {n: p.at[at].set(new[n]) for n, p in compressors[0].state.items()}
+
+        def two_windows(plane):                                             # f32[2 M, C]
+            tokens = jnp.roll(plane[layer, slots[t]], -position[t] - 1, axis=0)  # the oldest first
+            return jnp.concatenate([tokens[:M, :C], tokens[M:, C:]])
+
+        values, scores = two_windows(state["values"]), two_windows(state["scores"])
+        mean = jnp.sum(jax.nn.softmax(scores, axis=0) * values, axis=0)     # f32[C]
+        rounded = index_codec.decode(index_codec.encode(rope(index_queries), 0), IC)
+
+    The window's entry is the mean, normed, rotated to the window's first position and encoded.
 
     Args:
       queries: [T, H, C], as projected; each head is normed without a weight, if `norm_rope` says

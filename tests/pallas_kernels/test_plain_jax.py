@@ -47,6 +47,18 @@ ONE_PROMPT = pk.CallIndices(
     block_table=i32([[3, 1]]),
     max_row_tokens=8,
 )
+ONE_EACH = pk.CallIndices(
+    segment_ids=i32([0, 1]),
+    slots=i32([2, 0]),
+    positions=i32([5, 7]),
+    lengths=i32([5, 7]),
+    row_slots=i32([2, 0]),
+    row_lengths=i32([5, 7]),
+    row_counts=i32([1, 1]),
+    row_offsets=i32([0, 1]),
+    block_table=i32([[3, 1], [0, 2]]),
+    max_row_tokens=1,
+)
 RING = pk.LayerPlanes({"values": f32(2, NS, W, C)}, LAYER, PLAIN)
 POOL = pk.LayerPlanes({"values": f32(2, NB, EB, C)}, LAYER, PLAIN)
 ROWS = {"values": f32(T, C)}
@@ -199,6 +211,15 @@ def case_of_flush_write():
     return given, {"written": pk.flush_write(**given)}
 
 
+def finisher(norm):
+    """What becomes of the mean of a window whose first token has position 3."""
+
+    def finish(mean):
+        return rotate(rms_norm(mean, norm, eps=1e-6)[None], i32([3]), FREQUENCIES)[0]
+
+    return finish
+
+
 def flushed(kind):
     """What a flush of a prompt of 8 tokens leaves, and the window of 3 that token 5 closes."""
     width = 2 * C if kind == "csa" else C
@@ -212,11 +233,7 @@ def flushed(kind):
     else:
         pool = pk.flush_hca(compressor, ONE_PROMPT, FREQUENCIES, **options)
     entry = pool["values"][LAYER, 3, 5 // M]
-
-    def finish(mean):
-        return rotate(rms_norm(mean, norm, eps=1e-6)[None], i32([3]), FREQUENCIES)[0]
-
-    return {"rows": rows, "t": 5}, {"mean": (finish, entry)}
+    return {"rows": rows, "t": 5}, {"mean": (finisher(norm), entry)}
 
 
 def case_of_flush_csa():
@@ -225,6 +242,27 @@ def case_of_flush_csa():
 
 def case_of_flush_hca():
     return flushed("hca")
+
+
+def case_of_append_and_flush():
+    """Token 5 of request 0 closes its second window, whose entry is the second of block 3."""
+    given = {"queries": f32(2, H, C), "kv": f32(2, C), "norm_rope": NORM_ROPE}
+    names = run_docstring(pk.encode_tokens, **given, codec=PLAIN, positions=ONE_EACH.positions)
+    new, norm = {name: f32(2, 2 * C) for name in ("values", "scores")}, f32(C)
+    state = {name: f32(2, NS, 2 * M, 2 * C) for name in new}
+    given |= {
+        "ring": RING,
+        "compressors": [pk.Compressor(state, new, norm, POOL.planes, PLAIN)],
+        "call": ONE_EACH,
+        "index_queries": f32(2, H, C),
+        "index_codec": pk.get_cache_format("fp8_ue8m0_fp8_index").index_key,
+    }
+    done = pk.append_and_flush(**given, compression_ratio=M)
+    wanted = {"rotated": done.queries, "rows": done.rows, "window": done.ring}
+    wanted |= {"state": done.states[0], "rounded": done.index_queries}
+    entry = done.pools[0]["values"][LAYER, 3, 1]
+    given |= {name: names[name] for name in ("norm", "rope")} | {"t": 0}
+    return given, wanted | {"mean": (finisher(norm), entry)}
 
 
 CASES = {
