@@ -114,7 +114,7 @@ class GroupedFP8Codec:
 
     def plane_shapes(self, dim: int, rope_dim: int) -> PlaneShapes:
         """See `Codec`."""
-        num_groups = pl.cdiv(dim - rope_dim, self.group)
+        num_groups = pl.cdiv(dim - rope_dim, self.group)  # 7 of 448 dims
         return {
             "nope": jax.ShapeDtypeStruct((dim - rope_dim,), jnp.uint8),
             "rope": jax.ShapeDtypeStruct((rope_dim,), jnp.bfloat16),
@@ -124,9 +124,9 @@ class GroupedFP8Codec:
     def encode(self, x: jax.Array, rope_dim: int) -> Planes:
         """See `Codec`."""
         nope, rope = _split_rope(x, rope_dim)
-        groups = numbers.split_groups(nope, self.group)
+        groups = numbers.split_groups(nope, self.group)  # f32[..., G, 64]
         amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), _AMAX_FLOOR)
-        scale = numbers.encode_ue8m0(amax * numbers.INV_448)
+        scale = numbers.encode_ue8m0(amax * numbers.INV_448)  # u8[..., G]
         code = numbers.encode_e4m3(groups * numbers.invert_ue8m0(scale)[..., None])
         padding = [(0, 0)] * (scale.ndim - 1) + [(0, -scale.shape[-1] % 8)]
         return {
@@ -183,16 +183,16 @@ class WholeFP8Codec:
 
     def encode(self, x: jax.Array, rope_dim: int) -> Planes:
         """See `Codec`."""
-        groups = numbers.split_groups(x.astype(jnp.float32), self.group)
+        groups = numbers.split_groups(x.astype(jnp.float32), self.group)  # f32[..., G, 32]
         amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), _AMAX_FLOOR)
-        scale = numbers.encode_ue8m0(amax * numbers.INV_448)
+        scale = numbers.encode_ue8m0(amax * numbers.INV_448)  # u8[..., G]
         code = numbers.encode_e4m3(groups * numbers.invert_ue8m0(scale)[..., None])
         return {"codes": numbers.join_groups(code, x.shape[-1]), "scale": scale}
 
     def decode(self, planes: Planes, dim: int) -> jax.Array:
         """See `Codec`."""
         groups = numbers.split_groups(numbers.decode_e4m3(planes["codes"]), self.group)
-        values = groups * numbers.decode_ue8m0(planes["scale"])[..., None]
+        values = groups * numbers.decode_ue8m0(planes["scale"])[..., None]  # f32[..., G, 32]
         return numbers.join_groups(values, planes["codes"].shape[-1])
 
     def to_pages(self, planes: Planes) -> jax.Array:
@@ -222,8 +222,8 @@ class ScaledFP8Codec:
     def encode(self, x: jax.Array, rope_dim: int) -> Planes:
         """See `Codec`; `inv_scale` keeps the original's name: a value is code * inv_scale."""
         nope, rope = _split_rope(x, rope_dim)
-        amax = jnp.maximum(jnp.max(jnp.abs(nope), axis=-1), _AMAX_FLOOR)
-        inv_scale = exact_divide(amax, jnp.float32(448.0))
+        amax = jnp.maximum(jnp.max(jnp.abs(nope), axis=-1), _AMAX_FLOOR)  # f32[...]
+        inv_scale = exact_divide(amax, jnp.float32(448.0))  # f32[...]; 448 is E4M3's largest
         code = numbers.encode_e4m3(exact_divide(nope, inv_scale[..., None]))
         return {"nope": code, "rope": rope, "inv_scale": inv_scale}
 
@@ -259,7 +259,7 @@ class FP8KeyCodec:
         """See `Codec`."""
         x = _rotate_and_round(x)
         amax = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), _AMAX_FLOOR)
-        scale = numbers.encode_ue8m0(amax * numbers.INV_448)
+        scale = numbers.encode_ue8m0(amax * numbers.INV_448)  # u8[...], one for a key
         code = numbers.encode_e4m3(x * numbers.invert_ue8m0(scale)[..., None])
         return {"codes": code, "scale": numbers.decode_ue8m0(scale)}
 
@@ -313,15 +313,15 @@ class FP4KeyCodec:
     def _quantize(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """E2M1 codes u8[..., IC], one a byte, and the scales of groups."""
         x = _rotate_and_round(x) if self.rotated else x.astype(jnp.float32)
-        groups = numbers.split_groups(x, self.group)
-        amax = jnp.max(jnp.abs(groups), axis=-1)
+        groups = numbers.split_groups(x, self.group)  # f32[..., G, group]
+        amax = jnp.max(jnp.abs(groups), axis=-1)  # f32[..., G]
         if self.power_of_two:
             scale = numbers.encode_ue8m0(
                 jnp.maximum(amax, np.float32(6 * 2.0**-126)) * numbers.INV_6
             )
-            scaled = groups * numbers.invert_ue8m0(scale)[..., None]
+            scaled = groups * numbers.invert_ue8m0(scale)[..., None]  # exact: powers of two
         else:
-            amax = exact_divide(amax, jnp.float32(6.0))
+            amax = exact_divide(amax, jnp.float32(6.0))  # 6 is E2M1's largest
             scale = numbers.encode_e4m3(jnp.maximum(amax, np.float32(2.0**-9)))
             scaled = exact_divide(groups, numbers.decode_e4m3(scale)[..., None])
         return numbers.join_groups(numbers.encode_e2m1(scaled), x.shape[-1]), scale
@@ -360,7 +360,7 @@ class FP4KeyCodec:
     def _through_words(self, move: Callable[[jax.Array], jax.Array], codes: jax.Array) -> jax.Array:
         if not self.interleaves_signs(2 * codes.shape[-1]):
             return codes
-        words = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 4, 4)
+        words = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 4, 4)  # eight codes each
         moved = move(jax.lax.bitcast_convert_type(words, jnp.uint32))
         return jax.lax.bitcast_convert_type(moved, jnp.uint8).reshape(codes.shape)
 

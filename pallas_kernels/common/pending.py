@@ -83,9 +83,9 @@ class PickedSums(Shaped):
 
     def value(self) -> jax.Array:
         """The sums, rounded once."""
-        is_there = (self.picked >= 0) & (self.picked < self.num_picked)
+        is_there = (self.picked >= 0) & (self.picked < self.num_picked)  # bool[T, k]
         picks = jnp.where(is_there[..., None], self.rows[self.row], 0)  # f32[T, k, n]
-        own = self.rows[self.first_own : self.first_own + self.row.shape[0]]
+        own = self.rows[self.first_own : self.first_own + self.row.shape[0]]  # f32[T, n]
         return round_to(jnp.sum(picks, axis=1) + own, self.dtype).reshape(self.shape)
 
 
@@ -176,8 +176,8 @@ class ByGroup(Shaped):
 
     def value(self) -> jax.Array:
         """The rows, rounded once."""
-        rows = round_to(jnp.sum(self.parts, axis=0), self.dtype)
-        return rows.swapaxes(0, 1).reshape(*self.shape)
+        rows = round_to(jnp.sum(self.parts, axis=0), self.dtype)  # [G, T, n], rounded once
+        return rows.swapaxes(0, 1).reshape(*self.shape)  # [..., G * n]
 
 
 def _lead_of(count: int, shape: Sequence[int]) -> tuple[int, ...]:

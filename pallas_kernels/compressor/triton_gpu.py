@@ -134,7 +134,7 @@ def _flush_windows(
     def kernel(inputs: _Operands, pools: list[dict[str, Ref]]) -> None:
         # A row of the grid for each closing token, a column for each compressor.
         program, chosen = pl.program_id(0), pl.program_id(1)
-        token = inputs.call.closing[program]
+        token = inputs.call.closing[program]  # -1 for no window
         for number, (compressor, pooling) in enumerate(zip(compressors, poolings, strict=True)):
             flush_window = functools.partial(
                 _flush_window,
@@ -187,7 +187,7 @@ def _flush_window(
     store = prepare_store(planes, codec, norm, inputs.frequencies, width=channels.width, eps=eps)
     # The block table is read last: it takes the position first, and only the store waits for it.
     closes = read_closing(inputs.call, token, compression_ratio)
-    mean = pooling.finish(sources, closes, channels, loaded)
+    mean = pooling.finish(sources, closes, channels, loaded)  # f32[width]
     store(mean, closes.begin, closes.locate(planes))
 
 

@@ -93,35 +93,36 @@ def sort_pairs(expert_ids: jax.Array, num_experts: int, tile_rows: int) -> Workl
       `Worklist`, N = `max_tiles`.
     """
     num_tokens, picks = expert_ids.shape
-    ids = expert_ids.reshape(-1)
+    ids = expert_ids.reshape(-1)  # i32[P], P = T * k
     num_pairs = ids.shape[0]
-    keys = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    keys = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)  # those of none come last
     experts = jnp.arange(num_experts + 1, dtype=jnp.int32)
     pairs = jnp.arange(num_pairs, dtype=jnp.int32)
     if num_pairs <= _FEW_PAIRS:
         mine, other = keys[:, None], keys[None]
         # By expert, then by token: each pair's place is the number of pairs before it.
         before = (other < mine) | ((other == mine) & (pairs[None] < pairs[:, None]))
-        rank = jnp.sum(before, axis=1, dtype=jnp.int32)
+        rank = jnp.sum(before, axis=1, dtype=jnp.int32)  # i32[P]
     else:
         order = jnp.argsort(keys, stable=True).astype(jnp.int32)
         rank = jnp.zeros(num_pairs, jnp.int32).at[order].set(pairs)
     # Not a binary search: XLA's is a loop that the host drives.
-    starts = jnp.sum(keys[None] < experts[:, None], axis=1, dtype=jnp.int32)
-    counts = starts[1:] - starts[:-1]
+    starts = jnp.sum(keys[None] < experts[:, None], axis=1, dtype=jnp.int32)  # i32[E + 1]
+    counts = starts[1:] - starts[:-1]  # i32[E], pairs of each
     ends = jnp.cumsum(pl.cdiv(counts, ALIGNMENT) * ALIGNMENT)
-    first_row = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    row = first_row[keys] + rank - starts[keys]
+    first_row = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])  # i32[E + 1], aligned
+    row = first_row[keys] + rank - starts[keys]  # i32[P]
     token = jnp.zeros(max_rows(num_pairs, num_experts), jnp.int32).at[row].set(pairs // picks)
-    tiles_of = pl.cdiv(counts, tile_rows)
+    tiles_of = pl.cdiv(counts, tile_rows)  # i32[E]
     first_tile = jnp.cumsum(tiles_of) - tiles_of
     num_tiles = max_tiles(num_pairs, num_experts, tile_rows)
     number = jnp.arange(num_tiles, dtype=jnp.int32)
     # The last expert whose tiles begin at or before this one; those without tiles begin where the
     # next does, and are passed over.
     expert = jnp.sum(first_tile[None] <= number[:, None], axis=1, dtype=jnp.int32) - 1
-    inside = (number - first_tile[expert]) * tile_rows
+    inside = (number - first_tile[expert]) * tile_rows  # i32[N], rows of the expert before
     num_rows = jnp.clip(counts[expert] - inside, 0, tile_rows)
+    # What names no expert has no tile; it gets some number within the arrays.
     nearest = jnp.minimum(keys, num_experts - 1)
     tile = first_tile[nearest] + (row - first_row[nearest]) // tile_rows
     return Worklist(

@@ -350,7 +350,7 @@ def _load_words(address: ir.Value, present: ir.Value | None, count: int) -> ir.V
           {zeros}
           @present {load}
         }}"""
-        present = arith.extui(ir.IntegerType.get_signless(32), present)
+        present = arith.extui(ir.IntegerType.get_signless(32), present)  # PTX takes no i1
         operands, constraints = [address, present], [*constraints, "r"]
     return mgpu.utils.vector_concat(_words_of(load, operands, constraints, count))
 

@@ -58,5 +58,6 @@ def map_heads(function: Callable[[jax.Array], jax.Array], heads: Heads, *, width
     lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     mask = (head < num_heads) & (lane < dim)
     index = (token, jnp.minimum(head, num_heads - 1), jnp.minimum(lane, dim - 1))
+    # f32[heads, width], zeros where the mask drops.
     x = triton.load_where(source, index, mask).astype(jnp.float32)
     triton.store_where(target, index, function(x).astype(target.dtype), mask)

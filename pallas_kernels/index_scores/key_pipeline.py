@@ -106,6 +106,7 @@ class KeyPipeline:
         """Has a pass's first tiles fetched, from a stage on; returns the blocks of the next."""
 
         def fetch_first() -> jax.Array:
+            # These stages are empty: a pass before this one has released all of its own.
             stages = self.cta.tiling.stages
             # All lookups are on their way before the first fetch waits for one.
             blocks = [self._load_blocks(keys, turn) for turn in range(stages + 1)]
@@ -147,7 +148,7 @@ class KeyPipeline:
         block, row = mosaic.quotient_and_remainder(
             first + self.offset, self.cta.shapes.entries_per_block
         )
-        return jnp.minimum(block, keys.last_block), row
+        return jnp.minimum(block, keys.last_block), row  # i32[32], a lane a piece
 
     def _load_blocks(self, keys: Keys, turn: jax.Array | int) -> jax.Array:
         """Physical blocks of a tile's pieces; any where none is visible."""

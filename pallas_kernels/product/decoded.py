@@ -29,7 +29,7 @@ def suits(weights: Sequence[Weight], x: jax.Array | Pending) -> TypeGuard[Sequen
 def multiply(x: jax.Array | Pending, weight: BlockFP8, *, dtype: DTypeLike) -> jax.Array:
     """bf16[G, T, in] times [G, out, in] -> [G, T, out], accumulated in f32."""
     assert isinstance(x, jax.Array)
-    matrix = weight.decode().astype(jnp.bfloat16)
+    matrix = weight.decode().astype(jnp.bfloat16)  # exact: E4M3 times a power of two
     over_inputs = ((2,), (2,)), ((0,), (0,))
     return jax.lax.dot_general(x, matrix, over_inputs, preferred_element_type=dtype)
 

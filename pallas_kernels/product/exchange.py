@@ -86,6 +86,7 @@ def load_lower(source: Ref, shape: tuple[int, int], layout: Layout) -> jax.Array
     if interpreting():
         lower = source[...].reshape(shape[0] // 2, shape[1])
         return jnp.concatenate([lower, lower])
+    # All 128 threads load: the upper ones what their lower partners do, which nobody uses.
     return _load(source, shape, layout, _HALF)
 
 
@@ -97,7 +98,7 @@ def _load(source: Ref, shape: tuple[int, int], layout: Layout, num_threads: int)
     def read(_, source):
         tiled = layout.to_mgpu()
         registers = np.empty(tiled.registers_shape(shape), dtype=object)
-        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        pair = ir.VectorType.get((2,), ir.F32Type.get())  # a register's two neighbours
         for index, address in zip(
             np.ndindex(registers.shape),
             _own_pairs(source, registers.size, num_threads=num_threads),

@@ -34,16 +34,17 @@ def take_apart(
     (num_splits, _, width), (num_weights, num_rows, _) = sums.shape, x.shape
     is_normed = any(norm is not None for norm in norms)
     if is_normed and num_splits > 1:
+        # One launch adds, rounds and norms.
         results = add_splits(sums, widths, norms=norms, eps=eps, dtype=dtype)
         return [result.reshape(num_weights, num_rows, -1) for result in results]
     if isinstance(x, ByToken) and width % INPUTS == 0:
-        parts = sums.reshape(-1, num_weights, num_rows, width)
+        parts = sums.reshape(-1, num_weights, num_rows, width)  # f32[S, G, T, n]
         return [ByGroup(parts, jnp.dtype(dtype), (num_rows,))]
     if in_parts and num_splits > 1 and len(widths) == 1 and not is_normed:
         parts = SplitSums(sums, jnp.dtype(dtype))
         return [parts.reshape(num_weights, num_rows, -1)]
     joined = sums[0] if num_splits == 1 else round_to(jnp.sum(sums, axis=0), dtype)
-    joined = joined.reshape(num_weights, num_rows, -1)
+    joined = joined.reshape(num_weights, num_rows, -1)  # [G, T, sum of widths]
     firsts = [0, *itertools.accumulate(widths)]
     results = [
         joined[..., first : first + width] for first, width in zip(firsts, widths, strict=False)

@@ -76,11 +76,12 @@ def add_stage(
         at_once = min(_BLOCKS, max(1, _SUMS_AT_ONCE // width))
         for block in range(0, _BLOCKS, at_once):
             blocks = range(block, block + at_once)
+            # The registers of the products before, which are added by now, become those of these.
             products = wgmma.finish(wgmma.begin_steps(left, right, blocks, products))
             for which, sums in zip(blocks, products, strict=True):
-                scale = ((words[g] >> 8 * which) & 0xFF) << 23
+                scale = ((words[g] >> 8 * which) & 0xFF) << 23  # UE8M0's byte is an f32's exponent
                 scale = lax.bitcast_convert_type(scale, jnp.float32)
-                scaled = sums * lax.broadcast_in_dim(scale, sums.shape, [0])
+                scaled = sums * lax.broadcast_in_dim(scale, sums.shape, [0])  # f32[64, rows]
                 total = scaled if total is None else total + scaled
         assert total is not None
         row_scale = lax.broadcast_in_dim(row_scale, total.shape, [1])

@@ -78,12 +78,14 @@ class TileScheduler(NamedTuple):
         """The tile of a number; beyond the last one without rows."""
         tiling, inside = self.tiling, jnp.minimum(number, self.total - 1)
         split, inside = _divide(inside, self.num_items * self.shapes.tiles_n)
+        # Items go in bands: within one all items of a tile of outputs follow each other, and find
+        # its weights in L2.
         band, inside = _divide(inside, tiling.band * self.shapes.tiles_n)
-        height = jnp.minimum(tiling.band, self.num_items - band * tiling.band)
+        height = jnp.minimum(tiling.band, self.num_items - band * tiling.band)  # of the last, less
         n_index, row = lax.div(inside, height), lax.rem(inside, height)
         item = self.items.of(band * tiling.band + row, tiling.tile_m)
         weight, first_row, target_row, num_rows = item
-        num_rows = jnp.where(number < self.total, num_rows, 0)
+        num_rows = jnp.where(number < self.total, num_rows, 0)  # none beyond the last
         return Tile(split, n_index, weight, first_row, target_row, num_rows)
 
     def go_through(self, act: Callable[[Tile, jax.Array], None]) -> jax.Array:
@@ -96,6 +98,8 @@ class TileScheduler(NamedTuple):
 
         def step(i: jax.Array, carry: tuple[jax.Array, Tile]) -> tuple[jax.Array, Tile]:
             before, tile = carry
+            # CTAs take tiles in turns. All warpgroups of one count the same k_iters, and so agree
+            # on stages.
             following = self.tile_of(cta + (i + 1) * self.num_ctas)
             act(tile, before)
             return before + jnp.where(tile.num_rows > 0, k_iters, 0), following

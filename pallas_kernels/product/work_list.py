@@ -36,7 +36,8 @@ class EvenItems:
         """The fields of `Items` of one item."""
         tiles = self.count(tile_m) // self.num_weights
         weight = lax.div(item, tiles)
-        inside = lax.rem(item, tiles) * tile_m
+        inside = lax.rem(item, tiles) * tile_m  # rows of the run before the tile
+        # The last tile of a run may have fewer rows.
         num_rows = jnp.minimum(self.num_tokens - inside, tile_m)
         first = self.first + weight * self.spread + inside
         return weight, first, self.target + weight * self.num_tokens + inside, num_rows
@@ -107,6 +108,7 @@ class PickedItems:
         weight = self.weight[item]
         exists = (weight >= 0) & (weight < self.num_weights)
         first = jnp.int32(0) if self.share_row else item
+        # The first weight's address where none is named: no row is multiplied, and nothing is read.
         weight = jnp.where(exists, weight, 0)
         return weight, first, item, jnp.where(exists, 1, 0)
 

@@ -205,7 +205,7 @@ def _select_kernel(
 ) -> None:
     listed_smem, steps_smem = scratch.listed_smem, scratch.steps_smem
     row, tile, warpgroup = (lax.axis_index(name) for name in ("row", "tile", "warpgroup"))
-    padded, width = listed_smem.shape[0], inputs.source.shape[1]
+    padded, width = listed_smem.shape[0], inputs.source.shape[1]  # K of a list, E of a row
 
     # What this CTA selects from: `count` entries of the source from `start` on, among which lists
     # have gaps; they stand for `visible` entries of the row of scores.
@@ -301,7 +301,7 @@ def _search(
     ranks: jax.Array, counts_smem: list[Ref], steps_smem: Ref, k: int, num_warpgroups: int
 ) -> tuple[jax.Array, jax.Array]:
     """Limit and need of the best k, digit by digit, as `radix_steps.narrow` describes them."""
-    limit, need = jnp.uint32(0), jnp.int32(k)
+    limit, need = jnp.uint32(0), jnp.int32(k)  # nothing is settled
     for (shift, bits), counts in zip(_DIGITS, counts_smem, strict=True):
         narrow = functools.partial(
             radix_steps.narrow,
@@ -312,6 +312,7 @@ def _search(
             bits=bits,
             num_warpgroups=num_warpgroups,
         )
+        # All threads agree, so that all or none of them come to the step's barriers.
         limit, need = lax.cond(need > 0, narrow, lambda *settled: settled, limit, need)
     return limit, need
 

@@ -169,12 +169,12 @@ def _narrow_in_jnp(
     ranks: jax.Array, limit: jax.Array, need: jax.Array, *, shift: int, bits: int
 ) -> tuple[jax.Array, jax.Array]:
     above = shift + bits
-    digits = (ranks >> shift) & jnp.uint32((1 << bits) - 1)
+    digits = (ranks >> shift) & jnp.uint32((1 << bits) - 1)  # u32[n]
     same = ranks >> above == limit >> above if above < 32 else jnp.full(ranks.shape, True)
     counts = jnp.zeros(1 << bits, jnp.int32).at[digits].add(same.astype(jnp.int32))
-    totals = jnp.cumsum(counts)
-    digit = jnp.sum((totals < need).astype(jnp.int32))
-    left = need - (totals[digit] - counts[digit])
+    totals = jnp.cumsum(counts)  # i32[2**bits]
+    digit = jnp.sum((totals < need).astype(jnp.int32))  # of the need-th
+    left = need - (totals[digit] - counts[digit])  # how many of the digit's own
     all_taken = left == counts[digit]
     limit = limit + (digit.astype(jnp.uint32) << shift)
     beyond = limit + jnp.uint32(1 << shift)

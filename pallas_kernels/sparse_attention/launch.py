@@ -37,8 +37,8 @@ def as_bf16(values: jax.Array, dtype: Any) -> jax.Array:
 def inverse_total(largest: jax.Array, total: jax.Array, sink: jax.Array) -> jax.Array:
     """1 / (sum of weights and sink), relative to the largest; 0 where there is neither."""
     sink = sink * LOG2_E
-    top = jnp.maximum(largest, jnp.maximum(sink, FLOOR))
-    scale = jnp.exp2(largest - top)
+    top = jnp.maximum(largest, jnp.maximum(sink, FLOOR))  # f32[64]
+    scale = jnp.exp2(largest - top)  # from the largest of keys to that of keys and sink
     whole = total * scale + jnp.exp2(sink - top)
     return jnp.where(whole > 0, scale / jnp.where(whole > 0, whole, 1.0), 0.0)
 
@@ -109,6 +109,7 @@ def _in_whole_tiles(arguments: Arguments) -> _Entries:
         pool, selected = arguments.ring, jnp.zeros((num_tokens, 0), jnp.int32)
     if visible is None:
         visible = jnp.full(num_tokens, selected.shape[1], jnp.int32)
+    # A tile of entries loads 64 numbers at once; -1 is no key, and has no address.
     padding = -selected.shape[1] % TILE
     selected = jnp.pad(selected, ((0, 0), (0, padding)), constant_values=-1)
     return _Entries(pool, selected, visible)
@@ -230,8 +231,8 @@ def _form_of(stored: LayerPlanes, dtype: Any) -> StoredRows:
 def _add_splits(splits: AttentionPart, num_heads: int) -> AttentionPart:
     """All splits' sums, relative to the largest logit of all."""
     sums, statistics = splits.sums[:, :, :num_heads], splits.statistics[..., :num_heads]
-    largest, total = statistics[:, :, 0], statistics[:, :, 1]
-    top = jnp.max(largest, axis=0)
+    largest, total = statistics[:, :, 0], statistics[:, :, 1]  # f32[S, T, H]
+    top = jnp.max(largest, axis=0)  # f32[T, H]
     # Each split's sums are relative to its own largest logit.
     weight = jnp.exp2(largest - top[None])
     # A sum too large for f32 is that of a split which counts for nothing.
