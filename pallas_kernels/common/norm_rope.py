@@ -47,7 +47,7 @@ def rms_norm_by_pairs(x: jax.Array, weight: jax.Array | None, *, eps: float) -> 
     """
     squares = jnp.square(x.astype(jnp.float32))  # [..., C]
     width = pl.next_power_of_2(x.shape[-1])
-    # Zeros up to a power of two: every sum has a pair, and adds nothing.
+    # Zeros up to a power of two, so that each number has a neighbour; they add nothing.
     squares = jnp.pad(squares, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
     return _scale(x, weight, rounded(sum_by_pairs(squares) / x.shape[-1]), eps)
 

@@ -89,8 +89,7 @@ def listed_scores(
         [keys] = load_rows([source], pool.codec, dim=dim, dtype=jnp.bfloat16)  # [64, IC]
         head, column = (jnp.arange(n, dtype=jnp.int32) for n in (width, dim))
         is_head = jnp.broadcast_to((head < num_heads)[:, None], (width, dim))
-        # Heads beyond the last are zeros: a product on tensor cores has 16 at least. bf16[width,
-        # IC].
+        # bf16[width, IC]; heads beyond the last are zeros, since tensor cores take 16 at least.
         query = triton.load_where(refs.queries, (token, head[:, None], column[None]), is_head)
         over_inputs = ((1,), (1,)), ((), ())
         # f32[64, width], a key's products with each head.

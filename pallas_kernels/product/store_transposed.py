@@ -144,8 +144,7 @@ def _loaded_row(row: ir.Value, height: int) -> ir.Value:
 
 def _in_order(values: jax.Array) -> jax.Array:
     """Each 64 rows as they were before `left_operand.from_rows`."""
-    # [tiles, 64, N]
-    tiles = values.reshape(-1, _TILE, values.shape[1])
+    tiles = values.reshape(-1, _TILE, values.shape[1])  # [tiles, 64, N]
     of_tile = jax.vmap(left_operand.to_rows, in_axes=1, out_axes=1)
     return jax.vmap(of_tile)(tiles).reshape(values.shape)
 

@@ -81,7 +81,8 @@ class TileScheduler(NamedTuple):
         # Items go in bands: within one all items of a tile of outputs follow each other, and find
         # its weights in L2.
         band, inside = _divide(inside, tiling.band * self.shapes.tiles_n)
-        height = jnp.minimum(tiling.band, self.num_items - band * tiling.band)  # of the last, less
+        # Items of the band, of which the last one may have fewer.
+        height = jnp.minimum(tiling.band, self.num_items - band * tiling.band)
         n_index, row = lax.div(inside, height), lax.rem(inside, height)
         item = self.items.of(band * tiling.band + row, tiling.tile_m)
         weight, first_row, target_row, num_rows = item

@@ -252,7 +252,7 @@ def _store_output(consumer: Consumer, outputs: Outputs, state: State) -> None:
         out = out * lax.broadcast_in_dim(factor, out.shape, [0])
         target = scratch.queries_smem.at[i // 2, :, pl.ds(i % 2 * quarter, quarter)]
         _store_shared(target, as_bf16(out, shapes.dtype), plgpu.Layout.WGMMA)
-    plgpu.commit_smem()  # other threads rotate than have stored
+    plgpu.commit_smem()  # columns are rotated by other threads than stored them
     if shapes.rotated:
         angles = consumer.inputs.angles.at[cta.token]
         for i in range(2):
@@ -270,7 +270,7 @@ def _store_output(consumer: Consumer, outputs: Outputs, state: State) -> None:
 
 def _load_products(tmem: Ref) -> jax.Array:
     """Tensor memory that the tensor core has written, into registers."""
-    # The layout whose rows are those of `BY_ROW`, and which shared memory is stored from.
+    # In WGMMA layout: `BY_ROW` goes with its rows, and `_store_shared` takes it.
     products = plgpu.async_load_tmem(tmem, layout=plgpu.Layout.WGMMA)
     plgpu.wait_load_tmem()  # until the registers have them
     return products

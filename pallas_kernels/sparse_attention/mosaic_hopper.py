@@ -224,7 +224,7 @@ def _add_squares_of_other(consumer: Consumer, squares: jax.Array) -> jax.Array:
     statistics_smem, ready = consumer.scratch.statistics_smem, consumer.scratch.totals_ready
     mosaic_memory.store_shared(statistics_smem.at[consumer.me, TOTAL], squares, mosaic.ROW)
     plgpu.commit_smem()  # visible to the other consumer before it is told
-    plgpu.barrier_arrive(ready)  # for the other to read
+    plgpu.barrier_arrive(ready)  # its own squares are there
     plgpu.barrier_wait(ready)  # until the other one's are there
     theirs = statistics_smem.at[consumer.other, TOTAL]
     return squares + plgpu.load(theirs, layout=mosaic.ROW, optimized=False)
@@ -343,7 +343,7 @@ def _store_output(consumer: Consumer, outputs: Outputs, out: jax.Array) -> None:
     # From the layout of products to the swizzle that the copy engine takes; the products that read
     # queries have ended in both consumers, since both have come through `totals_ready`.
     mosaic_memory.store_shared(out_smem, as_bf16(out, shapes.dtype), plgpu.Layout.WGMMA)
-    plgpu.commit_smem()  # other threads rotate than have stored
+    plgpu.commit_smem()  # columns are rotated by other threads than stored them
     if shapes.rotated:
         for number in range(2):
             turn = functools.partial(

@@ -157,7 +157,7 @@ def load_selection(refs: Operands, token: jax.Array, tile: jax.Array) -> jax.Arr
 def find_blocks(refs: Operands, token: jax.Array, entry: jax.Array) -> Found:
     """Where entries of a token lie in the pool."""
     entries_per_block = first_plane(refs.pool).shape[2]  # EB
-    segment = refs.segment_ids[token]  # of the token's row of the table
+    segment = refs.segment_ids[token]  # row of the table; -1 for none
     return Found(*find_entries(entry, refs.table, segment, entries_per_block=entries_per_block))
 
 

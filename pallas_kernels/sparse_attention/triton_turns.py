@@ -156,8 +156,7 @@ def _attend(arguments: Arguments, splits: int) -> _Outputs:
             jnp.zeros(heads, jnp.float32),
             tuple(jnp.zeros((heads, run.width), jnp.float32) for run in runs),
         )
-        # Tiles of the window come first, then those of entries: splits take them in turn, one row
-        # of both.
+        # Tiles of the window and of entries are numbered through; splits take them in turns.
         first_entry = turns(window_tiles)
         state = lax.fori_loop(0, first_entry, of_window, state)
         if entry_tiles:
