@@ -6,6 +6,7 @@ A key lies in the ring, among the call's own rows or in the pool.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -182,6 +183,112 @@ class _Addresses:
         stored = (entry >= 0) & (entry < s.table_width * s.entries_per_block)
         return jnp.where(stored & (block >= 0) & (self.segment >= 0), entry_row, -1)
 
+    def begin(self, first: jax.Array | int, locate: _Locate) -> _Start:
+        """Addresses of a first tile and of those after it."""
+        # Addresses run ahead of rows: entries by three tiles, their blocks by two, rows by one.
+        entries = [self.load_entries(first + n) for n in range(2)]
+        blocks = [self.load_blocks(entry) for entry in entries]
+        return _Start(locate(first, entries[0], blocks[0]), entries[1], blocks[1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Producer:
+    """The warpgroup that brings keys, and what it works with.
+
+    Attributes:
+      addresses: where keys lie.
+      shapes: sizes of the call.
+      num_tiles: i32[], tiles of the split.
+      chunks: as of `gather_keys`, and the fields after it.
+    """
+
+    addresses: _Addresses
+    shapes: Shapes
+    num_tiles: jax.Array
+    chunks: Sequence[int]
+    target_of: Callable[[jax.Array, int], Ref]
+    bias_smem: Ref | None
+    keys_ready: Sequence[Ref]
+    keys_free: Ref
+    store_shared: Callable[[Ref, jax.Array, Any], None]
+
+    def fetch(self, form: _Form, place: tuple[jax.Array, jax.Array]) -> _Rows:
+        """Loads the rows of a tile into registers."""
+        found = [form.rows.fetch_rows(form.sources, *place, chunk) for chunk in self.chunks]
+        return _Rows(found, form.rows.fetch_scales(form.sources, *place, self.chunks), place[1])
+
+    def store_tile(
+        self, i: jax.Array, form: _Form, rows: _Rows, next_place: tuple[jax.Array, jax.Array]
+    ) -> _Rows:
+        """Stores tile i, whose rows are in registers, and has those of the next place loaded."""
+        stage = lax.rem(i, 2)
+        source, next_index = next_place
+        # What is loaded last in an iteration is waited for first in the next.
+        mosaic_memory.prefetch_rows(list(form.sources.values()), source, next_index)
+        next_scales = form.rows.fetch_scales(form.sources, source, next_index, self.chunks)
+
+        @pl.when(i >= 2)
+        def _() -> None:
+            # Until the products with tile i - 2 are done: the stage is the producer's again.
+            plgpu.barrier_wait(self.keys_free.at[stage])
+
+        self._store_bias(stage, rows.number)
+        next_chunks = []
+        for chunk, stored in zip(self.chunks, rows.chunks, strict=True):
+            half, start = divmod(chunk * GROUP, self.shapes.dim // 2)
+            target = self.target_of(stage, half).at[:, pl.ds(start, GROUP)]
+            # From the layout in which rows are loaded to the swizzle in which products read them.
+            self.store_shared(target, form.rows.decode(stored, rows.scales, chunk), mosaic.ROWS)
+            # Into the registers that have just become free.
+            next_chunks.append(form.rows.fetch_rows(form.sources, source, next_index, chunk))
+            self._release(stage, len(next_chunks))
+        return _Rows(next_chunks, next_scales, next_index)
+
+    def _store_bias(self, stage: jax.Array, number: jax.Array) -> None:
+        """What is added to the logits of a tile's keys, minus infinity where there is none."""
+        if self.bias_smem is not None:
+            bias = jnp.where(number == -1, -jnp.inf, 0.0).astype(jnp.float32)
+            self.store_shared(self.bias_smem.at[stage], bias, mosaic.ROW)
+
+    def _release(self, stage: jax.Array, num_stored: int) -> None:
+        """Hands a part of a tile to the consumers once as many chunks as it has are stored."""
+        if num_stored % SECTION == 0 or num_stored == len(self.chunks):
+            plgpu.commit_smem()  # before tensor cores read what threads have stored
+        chunks_per_part = len(self.chunks) // len(self.keys_ready)
+        if num_stored % chunks_per_part == 0:
+            ready = self.keys_ready[num_stored // chunks_per_part - 1]
+            plgpu.barrier_arrive(ready.at[stage])  # this part is the consumers' now
+
+    def store_window(self, i: jax.Array, rows: _Rows, *, form: _Form) -> _Rows:
+        """A turn that stores a tile of the window whose next one is of the window too."""
+        return self.store_tile(i, form, rows, self.addresses.locate_window(i + 1))
+
+    def store_entries(self, i: jax.Array, ahead: _Ahead, *, form: _Form, locate: _Locate) -> _Ahead:
+        """A turn that stores a tile whose next one may be of entries."""
+        rows = self.store_tile(i, form, ahead.rows, locate(i + 1, ahead.entry, ahead.block))
+        later_block = self.addresses.load_blocks(ahead.later_entry)
+        later_entry = self.addresses.load_entries(i + 3)
+        return _Ahead(rows, ahead.later_entry, later_block, later_entry)
+
+    def store_last(
+        self, first: jax.Array | int, form: _Form, locate: _Locate, started: _Start
+    ) -> None:
+        """Stores tiles from `first` on, which are the last ones."""
+        later_entry = self.addresses.load_entries(first + 2)
+        rows = self.fetch(form, started.place)
+        ahead = _Ahead(rows, started.entry, started.block, later_entry)
+        store_entries = functools.partial(self.store_entries, form=form, locate=locate)
+        lax.fori_loop(first, self.num_tiles, store_entries, ahead)
+
+    def await_last(self) -> None:
+        """Waits until the last two tiles are multiplied, so that each arrival has its wait."""
+        plgpu.barrier_wait(self.keys_free.at[lax.rem(self.num_tiles - 1, 2)])  # the last one's
+
+        @pl.when(self.num_tiles > 1)
+        def _() -> None:
+            # Of the tile before the last, in the other stage.
+            plgpu.barrier_wait(self.keys_free.at[lax.rem(self.num_tiles, 2)])
+
 
 def gather_keys(
     inputs: Operands,
@@ -210,94 +317,41 @@ def gather_keys(
       keys_free: 2 barriers, waited for before a place is filled again.
       store_shared: takes the target, values and their layout.
     """
-    num_tiles = cta.num_tiles
-    chunks_per_part = len(chunks) // len(keys_ready)
-    addresses = _Addresses.of(inputs, shapes, cta)
-
-    def fetch(form: _Form, place: tuple[jax.Array, jax.Array]) -> _Rows:
-        found = [form.rows.fetch_rows(form.sources, *place, chunk) for chunk in chunks]
-        return _Rows(found, form.rows.fetch_scales(form.sources, *place, chunks), place[1])
-
-    def store_tile(
-        i: jax.Array, form: _Form, rows: _Rows, next_place: tuple[jax.Array, jax.Array]
-    ) -> _Rows:
-        """Stores tile i, whose rows are in registers, and has those of the next place loaded."""
-        stage = lax.rem(i, 2)
-        source, next_index = next_place
-        # What is loaded last in an iteration is waited for first in the next.
-        mosaic_memory.prefetch_rows(list(form.sources.values()), source, next_index)
-        next_scales = form.rows.fetch_scales(form.sources, source, next_index, chunks)
-
-        @pl.when(i >= 2)
-        def _() -> None:
-            plgpu.barrier_wait(keys_free.at[stage])  # until the products with tile i - 2 are done
-
-        if bias_smem is not None:
-            bias = jnp.where(rows.number == -1, -jnp.inf, 0.0).astype(jnp.float32)
-            store_shared(bias_smem.at[stage], bias, mosaic.ROW)
-        next_chunks = []
-        for chunk, stored in zip(chunks, rows.chunks, strict=True):
-            half, start = divmod(chunk * GROUP, shapes.dim // 2)
-            target = target_of(stage, half).at[:, pl.ds(start, GROUP)]
-            # From the layout in which rows are loaded to the swizzle in which products read them.
-            store_shared(target, form.rows.decode(stored, rows.scales, chunk), mosaic.ROWS)
-            # Into the registers that have just become free.
-            next_chunks.append(form.rows.fetch_rows(form.sources, source, next_index, chunk))
-            if len(next_chunks) % SECTION == 0 or len(next_chunks) == len(chunks):
-                plgpu.commit_smem()  # before tensor cores read what threads have stored
-            if len(next_chunks) % chunks_per_part == 0:
-                ready = keys_ready[len(next_chunks) // chunks_per_part - 1]
-                plgpu.barrier_arrive(ready.at[stage])  # this part is the consumers' now
-        return _Rows(next_chunks, next_scales, next_index)
-
-    def store_entries(form: _Form, locate: _Locate) -> Callable[[jax.Array, _Ahead], _Ahead]:
-        """A turn that stores a tile whose next one may be of entries."""
-
-        def turn(i: jax.Array, ahead: _Ahead) -> _Ahead:
-            rows = store_tile(i, form, ahead.rows, locate(i + 1, ahead.entry, ahead.block))
-            later_block = addresses.load_blocks(ahead.later_entry)
-            later_entry = addresses.load_entries(i + 3)
-            return _Ahead(rows, ahead.later_entry, later_block, later_entry)
-
-        return turn
-
-    def start(first: jax.Array | int, locate: _Locate) -> _Start:
-        """Addresses of a first tile and of those after it."""
-        # Addresses run ahead of rows: entries by three tiles, their blocks by two, rows by one.
-        entries = [addresses.load_entries(first + n) for n in range(2)]
-        blocks = [addresses.load_blocks(entry) for entry in entries]
-        return _Start(locate(first, entries[0], blocks[0]), entries[1], blocks[1])
-
-    def store_last(first: jax.Array | int, form: _Form, locate: _Locate, started: _Start) -> None:
-        """Stores tiles from `first` on, which are the last ones."""
-        later_entry = addresses.load_entries(first + 2)
-        rows = fetch(form, started.place)
-        ahead = _Ahead(rows, started.entry, started.block, later_entry)
-        lax.fori_loop(first, num_tiles, store_entries(form, locate), ahead)
-
+    producer = _Producer(
+        addresses=_Addresses.of(inputs, shapes, cta),
+        shapes=shapes,
+        num_tiles=cta.num_tiles,
+        chunks=chunks,
+        target_of=target_of,
+        bias_smem=bias_smem,
+        keys_ready=keys_ready,
+        keys_free=keys_free,
+        store_shared=store_shared,
+    )
     ring, rows, pool = ({name: [ref] for name, ref in p.items()} for p in inputs[-3:])
     if inputs.entry_layer is None:
         sources = {name: ring[name] + rows[name] + pool[name] for name in ring}
-        form, locate = _Form(shapes.window_form, sources), addresses.locate
-        store_last(0, form, locate, start(0, locate))
+        _bring_all(producer, _Form(shapes.window_form, sources))
     else:
         window = _Form(shapes.window_form, {name: ring[name] + rows[name] for name in ring})
-        entries = _Form(shapes.entry_form, pool)
-
-        def store_window(i: jax.Array, rows: _Rows) -> _Rows:
-            return store_tile(i, window, rows, addresses.locate_window(i + 1))
-
         end = shapes.window_tiles_of(cta.split)
-        first_rows = fetch(window, addresses.locate_window(0))
-        # Their registers are the window's until its last tile is stored; they wait in L2.
-        started = start(end, addresses.locate_entries)
-        mosaic_memory.prefetch_rows(list(pool.values()), *started.place)
-        lax.fori_loop(0, end, store_window, first_rows)
-        store_last(end, entries, addresses.locate_entries, started)
-    # Each arrival has its wait: those for the last two tiles are here.
-    plgpu.barrier_wait(keys_free.at[lax.rem(num_tiles - 1, 2)])
+        _bring_apart(producer, window, _Form(shapes.entry_form, pool), end)
+    producer.await_last()
 
-    @pl.when(num_tiles > 1)
-    def _():
-        # Of the tile before the last, in the other stage.
-        plgpu.barrier_wait(keys_free.at[lax.rem(num_tiles, 2)])
+
+def _bring_all(producer: _Producer, form: _Form) -> None:
+    """Keys of the window and entries in one loop: both are stored in one form."""
+    locate = producer.addresses.locate
+    producer.store_last(0, form, locate, producer.addresses.begin(0, locate))
+
+
+def _bring_apart(producer: _Producer, window: _Form, entries: _Form, end: jax.Array | int) -> None:
+    """Keys of the window, tiles 0 .. end - 1 of the split, then entries, of another form."""
+    addresses = producer.addresses
+    first_rows = producer.fetch(window, addresses.locate_window(0))
+    # Their registers are the window's until its last tile is stored; they wait in L2.
+    started = addresses.begin(end, addresses.locate_entries)
+    mosaic_memory.prefetch_rows(list(entries.sources.values()), *started.place)
+    store_window = functools.partial(producer.store_window, form=window)
+    lax.fori_loop(0, end, store_window, first_rows)
+    producer.store_last(end, entries, addresses.locate_entries, started)
