@@ -21,6 +21,7 @@ Measurements and roads not taken: docs/kernels/hyper_connections.md.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -128,44 +129,120 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
 
     All that is loaded is asked for before threads wait for each other.
     """
-    (_, num, dim), dtype = inputs.streams.shape, inputs.streams.dtype
-    width = pl.next_power_of_2(dim)
-    token = pl.program_id(0)
+    program = _Program(inputs, outputs, arguments, pl.program_id(0))
+    if is_many:
+        program.read_one_of_many()
+        return
+    pl.when(pl.program_id(1) == 0)(program.read_alone)
+    pl.when(pl.program_id(1) == 1)(program.connect)
 
-    def ask(first: int, count: int, kind: int | None) -> Logits:
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A program of the first kernel.
+
+    Attributes:
+      inputs: what it reads.
+      outputs: what it writes.
+      arguments: of the call.
+      token: i32[], its token.
+    """
+
+    inputs: _Operands
+    outputs: _Outputs
+    arguments: Arguments
+    token: jax.Array
+
+    @property
+    def num(self) -> int:
+        """Streams of a token."""
+        return self.inputs.streams.shape[1]
+
+    @property
+    def dim(self) -> int:
+        """Columns of a stream."""
+        return self.inputs.streams.shape[2]
+
+    @property
+    def width(self) -> int:
+        """Lanes of a stream; those beyond its columns are zeros."""
+        return pl.next_power_of_2(self.dim)
+
+    def read_alone(self) -> None:
+        """Program 0 of few tokens: weighs the streams."""
+        if self.inputs.weights is not None:
+            given = self.given_weights()
+            self.store_read(given, self.load_streams()[0])
+            return
+        asked = self.ask(0, self.num, 0)
+        rows, inverse_rms = self.load_streams()
+        self.store_read(self.own_weights(asked.finish(inverse_rms)), rows)
+
+    def connect(self) -> None:
+        """Program 1 of few tokens: stores post and comb and, shifted, pre."""
+        num, is_shifted = self.num, self.inputs.weights is not None
+        # All loads before the sum of squares, which has the threads wait for each other.
+        of_post, of_comb = self.ask(num, num, 1), self.ask(2 * num, num * num, 2)
+        of_pre = self.ask(0, num, 0) if is_shifted else None
+        _, inverse_rms = self.load_streams()
+        post_ref, comb_ref, pre_ref = self.outputs.connections
+        if of_pre is not None:
+            own = self.own_weights(of_pre.finish(inverse_rms))
+            lane = jnp.arange(own.shape[0], dtype=jnp.int32)
+            triton.store_where(pre_ref, (self.token, lane), own, of_pre.live)
+        found = of_post.finish(inverse_rms)
+        lane = jnp.arange(found.shape[0], dtype=jnp.int32)
+        triton.store_where(post_ref, (self.token, lane), 2 * jax.nn.sigmoid(found), of_post.live)
+        self.store_comb(comb_ref, of_comb.finish(inverse_rms))
+
+    def read_one_of_many(self) -> None:
+        """The only program of a token: reads, and leaves its logits for `_connect_many`."""
+        asked = self.ask(0, (2 + self.num) * self.num, None)
+        rows, inverse_rms = self.load_streams()
+        found = asked.finish(inverse_rms)
+        number = jnp.arange(found.shape[0], dtype=jnp.int32)
+        triton.store_where(self.outputs.logits, (self.token, number), found, asked.live)
+        own = self.inputs.weights is None
+        self.store_read(self.own_weights(found) if own else self.given_weights(), rows)
+
+    def ask(self, first: int, count: int, kind: int | None) -> Logits:
         """`count` logits from a place on, all of one kind or, if None, of any."""
+        inputs = self.inputs
         parts = inputs.products.shape[1]
         part = jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32)[:, None]
         lane = jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32)
         number, live = first + lane, lane < count
         # f32[parts, n]; absent parts and lanes are zeros, and add nothing.
         loaded = triton.load_where(
-            inputs.products, (token, part, number[None]), (part < parts) & live[None]
+            inputs.products, (self.token, part, number[None]), (part < parts) & live[None]
         )
         # Of all logits the first S are pre's, the next S post's, and the rest comb's, with a scale
         # each.
         if kind is None:
-            factor = triton.load_where(inputs.scale, (jnp.minimum(number // num, 2),), live)
+            factor = triton.load_where(inputs.scale, (jnp.minimum(number // self.num, 2),), live)
         else:
             factor = inputs.scale[kind]
         return Logits(loaded, factor, triton.load_where(inputs.base, (number,), live), live)
 
-    def load_streams() -> tuple[list[jax.Array], jax.Array]:
-        """Each stream, and one over the RMS of all."""
-        # Each stream [width], a lane for each column; those beyond the last are zeros.
+    def load_streams(self) -> tuple[list[jax.Array], jax.Array]:
+        """Each stream [width], a lane for each column; and one over the RMS of all."""
         rows = [
-            triton.load_row(inputs.streams, (token, j), start=0, count=dim, width=width)
-            for j in range(num)
+            triton.load_row(
+                self.inputs.streams, (self.token, j), start=0, count=self.dim, width=self.width
+            )
+            for j in range(self.num)
         ]
         squares = functools.reduce(jnp.add, (jnp.square(row.astype(jnp.float32)) for row in rows))
         # Over all threads of the program: the one sum that everything after it waits for.
-        mean_square = jnp.sum(squares) / (num * dim)
-        return rows, jax.lax.rsqrt(mean_square + arguments.norm_eps)
+        mean_square = jnp.sum(squares) / (self.num * self.dim)
+        return rows, jax.lax.rsqrt(mean_square + self.arguments.norm_eps)
 
-    def read(pre: jax.Array, rows: list[jax.Array]) -> None:
-        weight = triton.load_row(inputs.norm, (), start=0, count=dim, width=width)
+    def store_read(self, pre: jax.Array, rows: list[jax.Array]) -> None:
+        """Stores the collapsed row, of few tokens, and the normed one, given f32[S] weights."""
+        dtype, dim = self.inputs.streams.dtype, self.dim
+        weight = triton.load_row(self.inputs.norm, (), start=0, count=dim, width=self.width)
         lane = jnp.arange(pre.shape[0])
-        collapsed = jnp.zeros(width, jnp.float32)
+        collapsed = jnp.zeros(self.width, jnp.float32)
         for j, row in enumerate(rows):
             # A lane's value for all threads.
             share = jnp.sum(jnp.where(lane == j, pre, 0.0))
@@ -173,70 +250,39 @@ def _read(inputs: _Operands, outputs: _Outputs, *, arguments: Arguments, is_many
         collapsed = round_to_dtype(collapsed, dtype)
         # The second sum over all threads, of the row as rounded.
         mean_square = jnp.sum(collapsed * collapsed) / dim
-        inverse = jax.lax.rsqrt(mean_square + arguments.norm_eps)
+        inverse = jax.lax.rsqrt(mean_square + self.arguments.norm_eps)
         normed = round_to_dtype(collapsed * inverse * weight.astype(jnp.float32), dtype)
-        if not is_many:
+        at = (self.token,)
+        if self.outputs.collapsed is not None:
             collapsed_row = collapsed.astype(dtype)
-            triton.store_row(outputs.collapsed, (token,), collapsed_row, first=0, count=dim)
-        triton.store_row(outputs.normed, (token,), normed.astype(dtype), first=0, count=dim)
+            triton.store_row(self.outputs.collapsed, at, collapsed_row, first=0, count=dim)
+        triton.store_row(self.outputs.normed, at, normed.astype(dtype), first=0, count=dim)
 
-    def own_weights(found: jax.Array) -> jax.Array:
+    def own_weights(self, found: jax.Array) -> jax.Array:
         """Logits of pre, and others behind them, as weights."""
-        return jax.nn.sigmoid(found) + arguments.eps
+        return jax.nn.sigmoid(found) + self.arguments.eps
 
-    def given_weights() -> jax.Array:
-        lane = jnp.arange(pl.next_power_of_2(num), dtype=jnp.int32)
-        return triton.load_where(inputs.weights, (token, lane), lane < num)
+    def given_weights(self) -> jax.Array:
+        """Those of a shifted connection, f32[S] and zeros behind them."""
+        lane = jnp.arange(pl.next_power_of_2(self.num), dtype=jnp.int32)
+        return triton.load_where(self.inputs.weights, (self.token, lane), lane < self.num)
 
-    def read_alone() -> None:
-        if inputs.weights is not None:
-            given = given_weights()
-            read(given, load_streams()[0])
-            return
-        asked = ask(0, num, 0)
-        rows, inverse_rms = load_streams()
-        read(own_weights(asked.finish(inverse_rms)), rows)
-
-    def connect() -> None:
-        # All loads before the sum of squares, which has the threads wait for each other.
-        of_post, of_comb = ask(num, num, 1), ask(2 * num, num * num, 2)
-        of_pre = None if inputs.weights is None else ask(0, num, 0)
-        _, inverse_rms = load_streams()
-        post_ref, comb_ref, pre_ref = outputs.connections
-        if of_pre is not None:
-            own = own_weights(of_pre.finish(inverse_rms))
-            lane = jnp.arange(own.shape[0], dtype=jnp.int32)
-            triton.store_where(pre_ref, (token, lane), own, of_pre.live)
-        found = of_post.finish(inverse_rms)
-        lane = jnp.arange(found.shape[0], dtype=jnp.int32)
-        triton.store_where(post_ref, (token, lane), 2 * jax.nn.sigmoid(found), of_post.live)
-        flat = of_comb.finish(inverse_rms)
-        lane_of_comb = jnp.arange(flat.shape[0], dtype=jnp.int32)
+    def store_comb(self, comb_ref: Ref, logits: jax.Array) -> None:
+        """Stores the Sinkhorn of comb's logits, f32[S * S] and zeros behind them."""
+        num, arguments = self.num, self.arguments
+        lane = jnp.arange(logits.shape[0], dtype=jnp.int32)
         # From a lane each to scalars that every thread has: Sinkhorn then needs no other thread.
-        values = [
-            [flat_value(flat, lane_of_comb, j * num + k) for k in range(num)] for j in range(num)
-        ]
+        values = [[_value_of(logits, lane, j * num + k) for k in range(num)] for j in range(num)]
         stored = jnp.ones(1, jnp.bool_)
         for j, row in enumerate(_sinkhorn(values, iters=arguments.iters, eps=arguments.eps)):
             for k, value in enumerate(row):
-                to = token, jnp.full(1, j * num + k, jnp.int32)
+                to = self.token, jnp.full(1, j * num + k, jnp.int32)
                 triton.store_where(comb_ref, to, value, stored)
 
-    def flat_value(flat: jax.Array, lane: jax.Array, number: int) -> jax.Array:
-        """f32[1], which every thread has."""
-        return jnp.sum(jnp.where(lane == number, flat, 0.0)).reshape(1)
 
-    if not is_many:
-        pl.when(pl.program_id(1) == 0)(read_alone)
-        pl.when(pl.program_id(1) == 1)(connect)
-        return
-    # Of many tokens one program reads, and leaves logits for `_connect_many`.
-    asked = ask(0, (2 + num) * num, None)
-    rows, inverse_rms = load_streams()
-    found = asked.finish(inverse_rms)
-    number = jnp.arange(found.shape[0], dtype=jnp.int32)
-    triton.store_where(outputs.logits, (token, number), found, asked.live)
-    read(own_weights(found) if inputs.weights is None else given_weights(), rows)
+def _value_of(flat: jax.Array, lane: jax.Array, number: int) -> jax.Array:
+    """f32[1], the lane's of that number, which every thread has."""
+    return jnp.sum(jnp.where(lane == number, flat, 0.0)).reshape(1)
 
 
 class Logits(NamedTuple):
