@@ -7,6 +7,7 @@ import pathlib
 import re
 
 from dsv4_jax import cache
+from dsv4_jax.bench.gpus import GPUS
 
 ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = {
@@ -290,6 +291,16 @@ def test_kernels_know_neither_the_model_nor_flax():
 
 KERNEL_ROOMS = {"common": set(), "gpu": {"common"}, "product": {"common", "gpu"}}
 """Rooms beneath the ops of `pallas_kernels`, and what each imports."""
+
+
+def test_the_memory_and_the_rates_of_gpus_stand_in_one_table():
+    tables = set()
+    for path in ROOT.glob("dsv4_jax/**/*.py"):
+        if any(f'"{name}":' in (text := path.read_text()) for name in GPUS):
+            keys = (node.keys for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Dict))
+            names = {getattr(key, "value", None) for found in keys for key in found}
+            tables |= {path.relative_to(ROOT).as_posix()} if names & GPUS.keys() else set()
+    assert tables == {"dsv4_jax/bench/gpus.py"}
 
 
 def test_what_ops_share_knows_none_of_them():

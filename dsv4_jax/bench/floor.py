@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from dsv4_jax.bench import roofline
-from dsv4_jax.bench.rates import H200, Rates
+from dsv4_jax.bench.gpus import H200, Rates
 from dsv4_jax.bench.roofline import Work
 from dsv4_jax.bench.routing_laws import expected_experts
 from dsv4_jax.config import DSV4Config

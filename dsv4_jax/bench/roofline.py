@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dsv4_jax.bench.rates import H200, Rates
+from dsv4_jax.bench.gpus import H200, Rates
 from dsv4_jax.bench.shared_work import layer_reads
 from dsv4_jax.cache.schema import LayerCacheSchema, build_schema
 from dsv4_jax.config import DSV4Config

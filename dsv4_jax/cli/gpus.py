@@ -6,17 +6,9 @@ import argparse
 import dataclasses
 import re
 
-from dsv4_jax.bench.rates import RATES, Rates
+from dsv4_jax.bench.gpus import GPUS, Rates
 from dsv4_jax.cli.arguments import MAX_DEVICES
 from dsv4_jax.config.kinds import show
-
-MEMORY_BYTES = {
-    "h100": 80 * 10**9,
-    "h200": 141 * 10**9,
-    "b200": 180 * 10**9,
-    "b300": 288 * 10**9,
-}
-"""Memory of one GPU as NVIDIA states it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +16,7 @@ class Gpus:
     """GPUs of one kind.
 
     Attributes:
-      kind: a key of `MEMORY_BYTES`, or None where only the memory is known.
+      kind: a key of `bench.gpus.GPUS`, or None where only the memory is known.
       count: how many.
       memory_bytes: memory of each.
     """
@@ -36,7 +28,7 @@ class Gpus:
     @property
     def rates(self) -> Rates:
         """What each reaches; of one whose kind is not known, an H200's."""
-        return RATES[self.kind or "h200"]
+        return GPUS[self.kind or "h200"].rates
 
     def __str__(self) -> str:
         """As `--gpu` takes it, or the memory."""
@@ -49,9 +41,9 @@ def read_gpus(text: str) -> Gpus:
     """Reads `h200` or `h200x8`; an argument type."""
     match = re.fullmatch(r"([a-z]+\d+)(?:x([1-9]\d{0,3}))?", text.lower())
     kind, count = match.groups() if match else (None, None)
-    if kind not in MEMORY_BYTES or int(count or 1) > MAX_DEVICES:
+    if kind not in GPUS or int(count or 1) > MAX_DEVICES:
         raise argparse.ArgumentTypeError(
-            f"must be one of {', '.join(MEMORY_BYTES)}, or several such as h200x8 (up to "
+            f"must be one of {', '.join(GPUS)}, or several such as h200x8 (up to "
             f"{MAX_DEVICES}), got {show(text)}; or give the memory with --gpu-gib"
         )
-    return Gpus(kind, int(count or 1), MEMORY_BYTES[kind])
+    return Gpus(kind, int(count or 1), GPUS[kind].memory_bytes)

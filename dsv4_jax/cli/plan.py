@@ -11,6 +11,7 @@ import argparse
 import functools
 
 from dsv4_jax.bench.floor import COLLECTIVE_S
+from dsv4_jax.bench.gpus import GPUS
 from dsv4_jax.bench.placement import STEP_TOKENS, fitting_meshes, place
 from dsv4_jax.cache.empty_cache import cache_shapes
 from dsv4_jax.cache.model_cache import family_bytes, family_kinds, tree_bytes
@@ -23,7 +24,7 @@ from dsv4_jax.cli.arguments import (
     add_mesh,
     add_weights,
 )
-from dsv4_jax.cli.gpus import MEMORY_BYTES, Gpus, read_gpus
+from dsv4_jax.cli.gpus import Gpus, read_gpus
 from dsv4_jax.cli.plan_files import Files, count_files
 from dsv4_jax.cli.plan_mesh import draft_name, print_mesh_plan, print_weights
 from dsv4_jax.cli.plan_tiers import add_tiers, print_tiers
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         type=read_gpus,
         default=read_gpus("h200"),
-        help=f"{', '.join(MEMORY_BYTES)}, or several of a kind, such as b200x8",
+        help=f"{', '.join(GPUS)}, or several of a kind, such as b200x8",
     )
     memory.add_argument(
         "--gpu-gib",
@@ -214,11 +215,11 @@ def _fit(
     blocks = int(room // pools.bytes_per_block) if pools.bytes_per_block else 0
     if blocks > 0 and not fitting:
         would.append(f"--context {blocks * pools.block_tokens}")
-    would += [f"--gpu {kind}" for kind, memory in MEMORY_BYTES.items() if memory >= needed]
-    for kind in MEMORY_BYTES if gpus.kind is None else [gpus.kind]:
+    would += [f"--gpu {kind}" for kind, gpu in GPUS.items() if gpu.memory_bytes >= needed]
+    for kind in GPUS if gpus.kind is None else [gpus.kind]:
         if weight_bytes != placed.weight_bytes:
             break  # what is given instead cannot be spread
-        meshes = fitting_meshes(functools.partial(place_model, gpu_bytes=MEMORY_BYTES[kind]))
+        meshes = fitting_meshes(functools.partial(place_model, gpu_bytes=GPUS[kind].memory_bytes))
         enough = [m for m in meshes if m.data * m.requests(args.context) >= args.requests]
         if enough and (count := enough[0].data * enough[0].model) > 1:
             would.append(f"--gpu {kind}x{count}")

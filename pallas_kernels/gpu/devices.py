@@ -1,4 +1,8 @@
-"""The GPUs that kernels are cut for: the one table of what differs between them."""
+"""The GPUs that kernels are cut for: the one table of what differs between them.
+
+Their memory and rates are in `dsv4_jax/bench/gpus.py`, from which no kernel may import, and no cut
+depends on them.
+"""
 
 from __future__ import annotations
 
