@@ -16,10 +16,11 @@ from dsv4_jax.cli.serve_options import API_KEY
 from dsv4_jax.cli.values import real, utf8_text, whole, wholes
 from dsv4_jax.config.kinds import show
 from dsv4_jax.progress import Progress
+from dsv4_jax.step.sampling import MAX_TOKENS
 
 _MAX_REQUESTS = 10**6
 _DEFAULT_REQUESTS = 100
-_MAX_TOKENS = 2**28
+_MAX_DRAWN_TOKENS = 2**28
 """Of random prompts together, which take 36 bytes each."""
 
 
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--prompt-tokens",
-        type=wholes(1, 2**24),
+        type=wholes(1, MAX_TOKENS),
         default=[16, 256],
         help="shortest and longest random prompt; lengths between them are log-uniform",
     )
@@ -136,10 +137,11 @@ def _choose_bodies(args: argparse.Namespace) -> list[dict]:
         return [found[number % len(found)] for number in range(args.requests or len(found))]
     least, most = args.prompt_tokens
     requests = args.requests or _DEFAULT_REQUESTS
-    if requests * most > _MAX_TOKENS:
+    if requests * most > _MAX_DRAWN_TOKENS:
         raise ValueError(
             f"--requests {requests} times the longest of --prompt-tokens {least},{most} must be at "
-            f"most {_MAX_TOKENS:,}, since all prompts are drawn beforehand, got {requests * most:,}"
+            f"most {_MAX_DRAWN_TOKENS:,}, since all prompts are drawn beforehand, "
+            f"got {requests * most:,}"
         )
     return load.draw_bodies(
         requests,

@@ -33,6 +33,7 @@ from dsv4_jax.cli import (
 )
 from dsv4_jax.cli.parser import ELSEWHERE, Parser, UsageError
 from dsv4_jax.serving import engine
+from dsv4_jax.step.sampling import MAX_TOKENS
 from helpers import bad_files
 
 SAVED = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny"
@@ -130,6 +131,7 @@ NOT_FITTING = {
     "bench decode --budget-s": ["nan"],
     "bench kernels --contexts": [0],
     "bench prefill --chunk": [0],
+    "bench serve http://127.0.0.1:1 --prompt-tokens": [f"1,{MAX_TOKENS + 1}"],
     "bench prefill --tokens": [-64],
 }
 
