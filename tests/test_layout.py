@@ -303,6 +303,25 @@ def test_the_memory_and_the_rates_of_gpus_stand_in_one_table():
     assert tables == {"dsv4_jax/bench/gpus.py"}
 
 
+def waits_by_the_clock(source):
+    """Functions that read the clock and wait for a device."""
+    if not {"perf_counter", "block_until_ready"} <= set(re.findall(r"\w+", source)):
+        return []
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            names = {getattr(one, "attr", getattr(one, "id", "")) for one in ast.walk(node)}
+            found += [node.name] if {"perf_counter", "block_until_ready"} <= names else []
+    return found
+
+
+def test_benchmarks_time_what_a_device_does_by_one_function():
+    """`timing.dispatch`, on which `time_calls` and `loops` stand."""
+    paths = [*ROOT.glob("dsv4_jax/bench/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
+    timed = {path.name: waits_by_the_clock(path.read_text()) for path in paths}
+    assert {name: names for name, names in timed.items() if names} == {"timing.py": ["dispatch"]}
+
+
 def test_what_ops_share_knows_none_of_them():
     for room, imported in KERNEL_ROOMS.items():
         for path in ROOT.glob(f"pallas_kernels/{room}/**/*.py"):

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 
+from dsv4_jax.bench.timing import dispatch, repeat
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.engram import GROUP, EngramConfig
 from dsv4_jax.engram import EngramRows, EngramTable, EngramTables
@@ -115,22 +115,25 @@ def time_reads(
       `engram_table_bytes` and `engram_rows_read` of a step; and the state.
     """
     rng, sizes = np.random.default_rng(1), tables.config
-    found: list[tuple[float, float, float]] = []
-    begun = time.perf_counter()
-    while len(found) < _REPEATS + 1 and (len(found) < 2 or time.perf_counter() - begun < limit_s):
-        state = jax.block_until_ready(rewind(state))
-        taken = brought = 0.0
+    parts: list[tuple[float, float]] = []
+
+    def call(state: Any) -> Any:
+        back = rng.integers(0, len(tables.normalized), (batch, sizes.max_ngram))
         start = time.perf_counter()
-        for _ in range(calls):
-            back = rng.integers(0, len(tables.normalized), (batch, sizes.max_ngram))
-            first = time.perf_counter()
-            rows = tables.take(back)
-            second = time.perf_counter()
-            placed = jax.block_until_ready(put(rows))
-            brought += time.perf_counter() - second
-            taken += second - first
-            state = jax.block_until_ready(step(state, placed))
-        found.append((taken / calls, brought / calls, (time.perf_counter() - start) / calls))
+        rows = tables.take(back)
+        taken_s = time.perf_counter() - start
+        brought_s, placed = dispatch(lambda _: put(rows), None, 1)
+        parts.append((taken_s, brought_s))
+        return dispatch(lambda state: step(state, placed), state, 1)[1]
+
+    def measure() -> tuple[float, float, float]:
+        nonlocal state
+        parts.clear()
+        seconds, state = dispatch(call, rewind(state), calls)
+        taken_s, brought_s = map(sum, zip(*parts, strict=True))
+        return taken_s / calls, brought_s / calls, seconds / calls
+
+    found = repeat(measure, least=2, most=_REPEATS + 1, limit_s=limit_s)
     medians = [statistics.median(column) * 1e3 for column in zip(*found[1:], strict=True)]
     row = dict(zip(("engram_ms", "engram_put_ms", "engram_step_ms"), medians, strict=True))
     row |= {

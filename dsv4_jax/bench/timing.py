@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 import time
@@ -86,14 +87,17 @@ def time_calls(
         pair, state = dispatch(call, rewind(state), 2)
         most = max_calls // 2 if has_host else max_calls
         calls = agree(min(most, max(2, math.ceil(least_s / (pair / 2)))))
-    begun, totals, befores = time.perf_counter(), [], []
-    while len(totals) < repeats and agree(not totals or time.perf_counter() - begun < limit_s):
+
+    def measure() -> tuple[float, float]:
+        nonlocal state
+        before = 0.0
         if has_host:
             before, state = dispatch(call, rewind(state), calls)
-            befores.append(before)
         total, state = dispatch(call, rewind(state), 2 * calls if has_host else calls)
-        totals.append(total)
-    before = statistics.median(befores or [0.0])
+        return before, total
+
+    befores, totals = zip(*repeat(measure, most=repeats, limit_s=limit_s), strict=True)
+    before = statistics.median(befores)
     samples = [(total - before) / calls for total in totals]
     return Timing(statistics.median(samples), min(samples), max(samples), calls), state
 
@@ -154,12 +158,31 @@ def time_ratio(ours: Calls, others: Calls, *, least_pairs: int = 3, limit_s: flo
     for each in (ours, others):  # sets up libraries, then graphs of arrays where they stay
         for _ in range(2):
             _, each.state = dispatch(each.call, each.rewind(each.state), 1)
-    begun, ratios = time.perf_counter(), []
-    while len(ratios) < least_pairs or time.perf_counter() - begun < limit_s:
-        turn = (ours, others) if len(ratios) % 2 else (others, ours)
-        taken = {id(each): each.seconds() for each in turn}
-        ratios.append(taken[id(ours)] / taken[id(others)])
+    turns = itertools.cycle([(others, ours), (ours, others)])
+
+    def measure() -> float:
+        taken = {id(each): each.seconds() for each in next(turns)}
+        return taken[id(ours)] / taken[id(others)]
+
+    ratios = repeat(measure, least=least_pairs, limit_s=limit_s)
     return Ratio(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
+
+
+def repeat[Found](
+    measure: Callable[[], Found], *, least: int = 1, most: float = math.inf, limit_s: float
+) -> list[Found]:
+    """What measurements find, as many in every process that joined.
+
+    Args:
+      measure: makes one.
+      least: how many there are in any case.
+      most: how many there are at most.
+      limit_s: none but the least starts later than this after the first.
+    """
+    begun, found = time.perf_counter(), []
+    while len(found) < most and agree(len(found) < least or time.perf_counter() - begun < limit_s):
+        found.append(measure())
+    return found
 
 
 def dispatch(call: Callable[[Any], Any], state: Any, times: int) -> tuple[float, Any]:

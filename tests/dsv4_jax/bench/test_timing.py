@@ -101,3 +101,10 @@ def test_programs_are_timed_in_turns(monkeypatch):
     assert (
         measured == ["others"] * 2 + ["ours"] * 4 + ["others"] * 4 + ["ours"] * 4 + ["others"] * 2
     )
+
+
+def test_process_0_says_how_often_all_measure(monkeypatch):
+    """Else one would wait in the collectives of a call that another never makes."""
+    said = iter([True, True, False])
+    monkeypatch.setattr(timing, "agree", lambda value: next(said))
+    assert timing.repeat(lambda: "found", most=9, limit_s=0) == ["found"] * 2
