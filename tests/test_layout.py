@@ -265,6 +265,13 @@ def test_what_runs_an_engine_reads_none_of_its_privates():
             assert not INSIDE.findall(path.read_text()), path
 
 
+def test_meshes_are_driven_by_three_programs():
+    """What else is in `tools/meshes` are their parts."""
+    paths = ROOT.glob("tools/meshes/*.py")
+    programs = {path.stem for path in paths if '__name__ == "__main__"' in path.read_text()}
+    assert programs == {"on_cpus", "on_gpus", "processes"}
+
+
 SERVER_LIBRARIES = {"starlette", "uvicorn", "httptools", "uvloop", "deepseek_recipe"}
 
 

@@ -1,5 +1,6 @@
 """Processes that watch each other: in one, and with four CPU devices in several."""
 
+import argparse
 import concurrent.futures
 import contextlib
 import json
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -17,8 +19,8 @@ import pytest
 from dsv4_jax import hosts
 from dsv4_jax.cache.slot_changes import SlotChanges
 from dsv4_jax.serving.device import engine_arrays, host_calls
-from helpers import gpu_processes
-from tools.meshes import processes
+from helpers import gpu_processes, serving
+from tools.meshes import engine, engine_of_processes, models
 
 TIMEOUT_S = 0.4
 
@@ -259,10 +261,10 @@ def test_a_call_that_is_no_call_of_all_processes_cannot_be_told():
     [(1, "2x2", False), (2, "2x2", False), (4, "2x2", False), (2, "4x1", False), (2, "1x4", True)],
 )
 def test_tokens_do_not_depend_on_where_devices_lie(count, mesh, split):
-    found = [processes.run(number, mesh, split=split) for number in (count, 1)]
+    found = [engine_of_processes.run(number, mesh, split=split) for number in (count, 1)]
     for those in found:
         assert [one["status"] for one in those] == [0] * len(those), those
-    several, alone = [processes.result(those) for those in found]
+    several, alone = [engine_of_processes.result(those) for those in found]
     assert several == alone
     assert alone["problems"] == []
 
@@ -271,7 +273,7 @@ def test_tokens_do_not_depend_on_where_devices_lie(count, mesh, split):
 @pytest.mark.parametrize(("count", "mesh"), [(1, "2x2"), (2, "2x2"), (1, "1x4")])
 def test_calls_of_several_steps_give_the_tokens_of_single_steps(count, mesh):
     found = [
-        processes.result(processes.run(number, mesh, steps=steps))
+        engine_of_processes.result(engine_of_processes.run(number, mesh, steps=steps))
         for number, steps in ((count, 4), (1, 1))
     ]
     assert found[0] == found[1]
@@ -290,11 +292,11 @@ def test_calls_of_several_steps_give_the_tokens_of_single_steps(count, mesh):
     ],
 )
 def test_one_that_is_lost_ends_the_others(lost, how, said):
-    found = processes.run(2, "2x2", lost, how)
+    found = engine_of_processes.run(2, "2x2", lost, how)
     other = found[1 - lost]
     assert said in other["err"]
     assert other["status"] != 0
-    assert other["seconds"] < 4 * processes.TIMEOUT_S
+    assert other["seconds"] < 4 * engine_of_processes.TIMEOUT_S
     assert "tokens" not in other["out"]  # nothing is half-answered
 
 
@@ -307,12 +309,12 @@ def test_one_that_is_lost_ends_the_others(lost, how, said):
     ],
 )
 def test_one_of_four_that_is_lost_ends_all_others(how, said):
-    found = processes.run(4, "2x2", 2, how)
+    found = engine_of_processes.run(4, "2x2", 2, how)
     others = [one for number, one in enumerate(found) if number != 2]
     assert any(said in other["err"] for other in others), others
     for other in others:
         assert other["status"] != 0
-        assert other["seconds"] < 5 * processes.TIMEOUT_S
+        assert other["seconds"] < 5 * engine_of_processes.TIMEOUT_S
         assert "tokens" not in other["out"]
 
 
@@ -361,3 +363,24 @@ def test_a_benchmark_of_two_processes_reports_once(tmp_path, mesh, weights):
     assert row["finite"]
     assert 0 < row["loop_ms_least"] <= row["loop_ms"] <= row["loop_ms_most"]
     assert {name: row[name] for name in mesh} == mesh
+
+
+def test_an_engine_of_processes_on_gpus_has_released_shapes(monkeypatch):
+    """Up to where it would be made."""
+    made = mock.create_autospec(models.model, return_value=("config", "params"))
+    make_engine = mock.Mock(side_effect=InterruptedError)
+    for owner, name, value in (
+        (models, "model", made),
+        (serving, "CONFIG", None),
+        (serving, "params", None),
+        (engine, "OPTIONS", {}),
+        (engine, "engine_on", make_engine),
+        (engine_of_processes, "mesh_of", str),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    asked = {"process": (0, 1, 0), "gpus": True, "split": False, "steps": 0, "mesh": "1x4"}
+    with pytest.raises(InterruptedError):
+        engine_of_processes.be_one(argparse.Namespace(lost=-1, how="kill", **asked))
+    assert (serving.CONFIG, serving.params()) == ("config", "params")
+    made.assert_called_once_with("v4", tiny=False)
+    make_engine.assert_called_once_with("1x4")

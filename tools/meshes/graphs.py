@@ -1,7 +1,5 @@
 """Whether collectives of a step are in XLA's command buffers (CUDA graphs), and what that is worth.
 
-    python -m tools.meshes.graphs --layers 8 --points 1@4096 8@4096
-
 Compiles and times decode steps on a mesh of all GPUs with XLA's own choice of what its command
 buffers hold, with collectives in them, and with none at all. Each setting is a process, since flags
 are read once: all compile at the same time, and then each times its steps alone. Prints JSON lines:
@@ -11,7 +9,6 @@ are read once: all compile at the same time, and then each times its steps alone
     best             of each point, the setting of the fastest step
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -30,6 +27,7 @@ from dsv4_jax.bench.decode_case import DecodeCase
 from dsv4_jax.bench.mesh_step import MeshSteps
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cli.values import points_of
+from tools.meshes.harness import say
 
 SETTINGS = {
     "default": [],
@@ -105,10 +103,6 @@ def run_setting(name, arguments):
         say(setting=name, point=point, launches=row.get("launches"), **kept)
 
 
-def say(**fields):
-    print(json.dumps(fields, default=float), flush=True)
-
-
 def start(name, arguments, folder):
     """A process of a setting."""
     flags = [*SETTINGS[name], f"--xla_dump_to={folder / name}"]
@@ -118,7 +112,8 @@ def start(name, arguments, folder):
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # what is read from there is not described
     }
     (folder / name).mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "tools.meshes.graphs", "--setting", name]
+    command = [sys.executable, "-m", "tools.meshes.on_gpus", "graphs"]
+    command += ["--setting", name]
     command += ["--folder", str(folder), "--layers", str(arguments.layers)]
     command += ["--points", *arguments.points, *["--tiny"] * arguments.tiny]
     pipe = subprocess.PIPE
@@ -164,8 +159,7 @@ def compare(arguments, folder):
     return times
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser):
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--points", nargs="+", default=["1@4096", "8@4096"])
     parser.add_argument("--settings", nargs="+", choices=tuple(SETTINGS), default=list(SETTINGS))
@@ -173,7 +167,10 @@ def main():
     parser.add_argument("--limit-s", type=float, default=150.0)
     parser.add_argument("--setting", help="that of this process; one starts a process for each")
     parser.add_argument("--folder", type=pathlib.Path, help="where XLA describes its programs")
-    arguments = parser.parse_args()
+
+
+def check_all(arguments):
+    """The exit status."""
     ds.runtime.claim_memory(0.25, at_once=False)
     ds.set_xla_flags()
     if arguments.setting:
@@ -189,7 +186,3 @@ def main():
     best = {point: min(found, key=found.get) for point, found in times.items()}
     say(best=best, step_ms=times)
     return int(len(times) < len(arguments.points))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,8 @@
-"""What checks of meshes share: eight CPU devices, two small models, and a runner of their steps."""
+"""What checks of meshes share: how programs and their processes start, and a runner of steps.
+
+Three programs, `on_cpus`, `on_gpus` and `processes`, have parts, each a module: `add_arguments`
+adds its options, and `check_all` does what they ask for.
+"""
 
 import dataclasses
 import json
@@ -17,6 +21,7 @@ from dsv4_jax.mesh import shardings_of
 from dsv4_jax.peers import make_peer_buffers
 from dsv4_jax.step.serve_step import jit_plain_decode_step, jit_serve_step
 from dsv4_jax.step.serve_values import ServeInput
+from helpers import gpu_processes
 from helpers.configs import scanned
 
 DEVICES = 8
@@ -49,6 +54,50 @@ def run_module(name, *arguments):
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def with_cpu_devices(name):
+    """Starts the program again with eight CPU devices if nothing says how many there are."""
+    if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        command = [sys.executable, "-m", f"tools.meshes.{name}", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | environment_of())
+
+
+def add_parts(parser, parts):
+    """{name: parser} of the parts of a program, which are modules by name."""
+    commands = parser.add_subparsers(required=True, metavar="PART")
+    added = {}
+    for name, part in parts.items():
+        added[name] = commands.add_parser(
+            name, help=" ".join(part.__doc__.split("\n\n")[0].split())
+        )
+        added[name].set_defaults(part=part)
+        if hasattr(part, "add_arguments"):
+            part.add_arguments(added[name])
+    return added
+
+
+def start_processes(part, count, *arguments, devices, gpus=False):
+    """Starts processes that are those of a part of `processes`, each with its share of the devices.
+
+    Args:
+      part: its name.
+      count: how many processes.
+      arguments: of each.
+      devices: of all of them together.
+      gpus: whether devices are GPUs, in place of those of CPUs.
+    """
+    environment = os.environ | (paths() if gpus else environment_of(devices // count))
+    command = [sys.executable, "-m", "tools.meshes.processes", part, str(count), *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return gpu_processes.start(
+        [*command, "--process"], count, gpus=devices if gpus else 0, env=environment, **pipes
+    )
+
+
+def say(**fields):
+    """Prints a JSON line."""
+    print(json.dumps(fields, default=float), flush=True)
 
 
 def mesh_of(name):

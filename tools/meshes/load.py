@@ -1,18 +1,21 @@
-"""Loads a checkpoint onto meshes of eight CPU devices: `... tools.meshes.load FOLDER 4x2`.
+"""A checkpoint that is loaded onto meshes.
 
-Prints, as JSON and by mesh, leaves that differ from those loaded on one device or lie elsewhere
-than `param_shardings` says. With `--memory` it loads onto the first mesh alone and prints the bytes
-of this process's devices, of the largest stack and tensor, and by how much private memory grew.
-`--process I N PORT` makes it one of N processes, of 8 / N devices each.
+By mesh, leaves that differ from those loaded on one device or lie elsewhere than `param_shardings`
+says. With `--memory` it loads onto the first mesh alone and says the bytes of this process's
+devices, of the largest stack and tensor, and by how much private memory grew. `--process I N PORT`
+makes it one of N processes, of 8 / N devices each.
 """
 
-import argparse
 import gc
-import json
-import os
 import pathlib
 import threading
 import time
+
+import jax
+import numpy as np
+
+import dsv4_jax as ds
+from tools.meshes.harness import mesh_of
 
 
 def private_bytes():
@@ -41,18 +44,16 @@ class Peak:
             time.sleep(0.002)
 
 
-def compare(ds, folder, sizes):
-    import jax
-    import numpy as np
-
+def compare(folder, meshes):
+    """{mesh: names of leaves that differ or lie elsewhere}."""
     config, expected = ds.load_checkpoint(folder, progress=False)
     wrong = {}
-    for data, model in sizes:
-        mesh = ds.make_mesh(data, model)
+    for name in meshes:
+        mesh = mesh_of(name)
         _, params = ds.load_checkpoint(folder, mesh=mesh, progress=False)
         shardings = ds.param_shardings(config, mesh, expected)
         assert jax.tree.structure(params) == jax.tree.structure(expected)
-        wrong[f"{data}x{model}"] = [
+        wrong[name] = [
             jax.tree_util.keystr(path, simple=True, separator=".")
             for (path, found), one, sharding in zip(
                 jax.tree.leaves_with_path(params),
@@ -67,11 +68,8 @@ def compare(ds, folder, sizes):
     return wrong
 
 
-def measure(ds, folder, data, model):
-    import jax
-    import numpy as np
-
-    mesh = ds.make_mesh(data, model)
+def measure(folder, mesh):
+    """Bytes, as above."""
     ds.load_checkpoint(folder, mesh=mesh, progress=False)  # programs are compiled
     gc.collect()
     with Peak() as peak:
@@ -88,29 +86,17 @@ def measure(ds, folder, data, model):
     }
 
 
-def main():
-    parser = argparse.ArgumentParser()
+def add_arguments(parser):
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("meshes", nargs="+")
-    parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--process", type=int, nargs=3, default=(0, 1, 0))
-    args = parser.parse_args()
-    number, count, port = args.process
-    flag = f"--xla_force_host_platform_device_count={8 // count}"
-    os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS=flag)
-    import jax
-
-    if count > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{port}", count, number)
-    import dsv4_jax as ds
-
-    sizes = [tuple(map(int, mesh.split("x"))) for mesh in args.meshes]
-    if args.memory:
-        print(json.dumps(measure(ds, args.folder, *sizes[0])))
-    else:
-        print(json.dumps(compare(ds, args.folder, sizes)))
+    parser.add_argument("meshes", nargs="+", metavar="DATAxMODEL")
+    parser.add_argument("--memory", action="store_true", help="bytes, of the first mesh alone")
+    parser.add_argument("--process", type=int, nargs=3, help="be one: number, how many, port")
 
 
-if __name__ == "__main__":
-    main()
+def check_all(arguments):
+    if arguments.process:
+        number, count, port = arguments.process
+        ds.hosts.join_hosts(f"127.0.0.1:{port}", count, number)
+    if arguments.memory:
+        return measure(arguments.folder, mesh_of(arguments.meshes[0]))
+    return compare(arguments.folder, arguments.meshes)

@@ -10,6 +10,7 @@
     python -m tools.meshes.on_cpus rounds 2x1 1x2 2x2          rounds of the benchmark
     python -m tools.meshes.on_cpus mixed                       arguments on different meshes
     python -m tools.meshes.on_cpus peers                       buffers of peers
+    python -m tools.meshes.on_cpus load FOLDER 4x2             a checkpoint
 
 `run` does so in a process of its own, since the number of devices is set before JAX starts.
 """
@@ -17,8 +18,8 @@
 import argparse
 import json
 
-from tools.meshes import drafts, engine, grammars, mixed, peers, rounds, split, steps
-from tools.meshes.harness import run_module
+from tools.meshes import drafts, engine, grammars, load, mixed, peers, rounds, split, steps
+from tools.meshes.harness import add_parts, run_module, with_cpu_devices
 
 CHECKS = {
     "steps": steps,
@@ -28,8 +29,8 @@ CHECKS = {
     "drafts": drafts,
     "rounds": rounds,
 }
-WITHOUT_MESHES = {"mixed": mixed, "peers": peers}
-"""Checks whose meshes are their own."""
+OTHERS = {"mixed": mixed, "peers": peers, "load": load}
+"""Checks whose meshes are their own, or stand behind something else."""
 
 
 def run(*arguments):
@@ -39,17 +40,13 @@ def run(*arguments):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(required=True, metavar="CHECK")
-    for name, check in (CHECKS | WITHOUT_MESHES).items():
-        command = commands.add_parser(name, help=" ".join(check.__doc__.split("\n\n")[0].split()))
-        command.set_defaults(check=check)
-        if name in CHECKS:
-            command.add_argument("meshes", nargs="+", metavar="DATAxMODEL")
-        if hasattr(check, "add_arguments"):
-            check.add_arguments(command)
+    commands = add_parts(parser, CHECKS | OTHERS)
+    for name in CHECKS:
+        commands[name].add_argument("meshes", nargs="+", metavar="DATAxMODEL")
     arguments = parser.parse_args()
-    print(json.dumps(arguments.check.check_all(arguments), default=bool))
+    print(json.dumps(arguments.part.check_all(arguments), default=bool))
 
 
 if __name__ == "__main__":
+    with_cpu_devices("on_cpus")
     main()

@@ -1,27 +1,14 @@
-"""Pages that two processes keep on the host, each the part of its own devices.
+"""Pages that two processes keep on the host, each the part of its own devices."""
 
-    python -m tools.meshes.pages_of_processes 2 --mesh 1x2 2x1                arrays of random bytes
-    python -m tools.meshes.pages_of_processes 2 --mesh 1x2 --lost             process 1 is killed
-    python -m tools.meshes.pages_of_processes 2 --mesh 2x1 --engine           requests of an engine
-    python -m tools.meshes.pages_of_processes 1 --mesh 2x1 --engine --plain   the same without tier
-    python -m tools.meshes.pages_of_processes 2 --mesh 1x2 2x1 --gpus         on a GPU each
-
-Starts the processes and prints, as JSON, what each of them found.
-"""
-
-import argparse
 import collections
 import concurrent.futures
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 
 import dsv4_jax as ds
-from helpers import gpu_processes, serving
-from tools.meshes.harness import environment_of, mesh_of, paths
+from helpers import serving
+from tools.meshes.harness import mesh_of, start_processes
 
 TIMEOUT_S, SEEDS = 10.0, 4
 LINE = "found "
@@ -141,13 +128,8 @@ class Life:
 
 def run(count, *meshes, options=(), devices=2, gpus=False):
     """Of each process its exit status, what it found, and what it wrote to stderr."""
-    environment = os.environ | (paths() if gpus else environment_of(devices // count))
-    command = [sys.executable, "-m", "tools.meshes.pages_of_processes", str(count)]
-    command += ["--mesh", *meshes, *options, "--process"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = gpu_processes.start(
-        command, count, gpus=devices if gpus else 0, env=environment, **pipes
-    )
+    asked = ["--mesh", *meshes, *options]
+    processes = start_processes("pages", count, *asked, devices=devices, gpus=gpus)
     found = []
     with concurrent.futures.ThreadPoolExecutor(count) as threads:
         waiting = [threads.submit(one.communicate, timeout=900) for one in processes]
@@ -163,9 +145,7 @@ def run(count, *meshes, options=(), devices=2, gpus=False):
     return found
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("count", type=int, help="processes")
+def add_arguments(parser):
     parser.add_argument("--mesh", nargs="+", default=["1x2"], metavar="DATAxMODEL[/split]")
     parser.add_argument("--lost", action="store_true", help="process 1 is killed in a move")
     parser.add_argument("--engine", action="store_true", help="requests of an engine")
@@ -174,17 +154,10 @@ def main():
     parser.add_argument("--events", type=int, default=40, help="of an engine's life")
     parser.add_argument("--devices", type=int, default=2, help="of all processes")
     parser.add_argument("--gpus", action="store_true", help="GPUs in place of CPU devices")
-    parser.add_argument("--process", type=int, nargs=3, help="be one: number, how many, port")
-    arguments = parser.parse_args()
-    if arguments.process:
-        be_one(arguments)
-        return
+
+
+def check_all(arguments):
     flags = [f"--{name}" for name in ("lost", "engine", "plain") if getattr(arguments, name)]
     flags += ["--bytes", str(arguments.bytes), "--events", str(arguments.events)]
     where = {"devices": arguments.devices, "gpus": arguments.gpus}
-    found = run(arguments.count, *arguments.mesh, options=flags, **where)
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return run(arguments.count, *arguments.mesh, options=flags, **where)

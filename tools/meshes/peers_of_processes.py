@@ -1,23 +1,16 @@
 """Peer buffers of a mesh of 2x2 CPU devices in two processes.
 
-    python -m tools.meshes.peers_of_processes
-
 CPUs have no memory to share by a driver: that of a stand-in is NumPy's, and an address that another
-process opens ends in 1. Each process prints what it gathers and the addresses in its headers, as
-JSON.
+process opens ends in 1. Each process says what it gathers and the addresses in its headers.
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
 
-from helpers import gpu_processes
 from pallas_kernels.peer_collectives.buffer import EMPTY
-from tools.meshes.harness import environment_of
+from tools.meshes.harness import start_processes
 
 
 def obstacle_of(call, *arguments):
@@ -36,8 +29,9 @@ def refuse(shared, ordinal):
     raise RuntimeError("error 999")
 
 
-def be_one(number, count, port):
+def be_one(arguments):
     """One of the processes."""
+    number, count, port = arguments.process
     import dsv4_jax as ds
     from dsv4_jax import peer_memory, peers
     from helpers import host_memory
@@ -66,18 +60,14 @@ def be_one(number, count, port):
     print(json.dumps(result), flush=True)
 
 
-def run():
+def run(count=2):
     """What each process printed."""
-    environment = os.environ | environment_of(2)
-    command = [sys.executable, "-m", "tools.meshes.peers_of_processes"]
-    options = {"env": environment, "stdout": subprocess.PIPE}
-    processes = gpu_processes.start(command, 2, gpus=0, **options)
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
+    processes = start_processes("peers", count, devices=4)
+    ended = [process.communicate(timeout=120) for process in processes]
+    if any(process.returncode for process in processes):
+        raise RuntimeError("\n".join(err[-4000:] for _, err in ended))
+    return [json.loads(out.splitlines()[-1]) for out, _ in ended]
 
 
-if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        be_one(*map(int, sys.argv[1:]))
-    else:
-        print(json.dumps(run()))
+def check_all(arguments):
+    return run(arguments.count)

@@ -1,14 +1,11 @@
 """Whether kernels of peer buffers give the bits of the references, on all GPUs that are there.
 
-    python -m tools.meshes.peers_on_gpus [--calls 40] [--processes 4]
-
 On each mesh of all GPUs, calls of random sizes follow each other through the same buffers, each
 with random values, NaN and EMPTY among them, and each device sleeps at random before some of them.
 Prints a JSON object: {mesh: {op: numbers that differ, of so many}}. Of several processes, each has
 its share of the GPUs, and process 0 prints.
 """
 
-import argparse
 import json
 import sys
 
@@ -89,14 +86,16 @@ def check_mesh(data, model, calls):
     return {name: row.tolist() for name, row in results.items()}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def add_arguments(parser):
     parser.add_argument("--calls", type=int, default=40)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--process", type=int, nargs=3, help="be one: number, how many, port")
-    args = parser.parse_args()
+
+
+def check_all(args):
+    """The exit status."""
     if args.processes > 1 and not args.process:
-        command = [sys.executable, "-m", "tools.meshes.peers_on_gpus", *sys.argv[1:], "--process"]
+        command = [sys.executable, "-m", "tools.meshes.on_gpus", *sys.argv[1:], "--process"]
         started = gpu_processes.start(command, args.processes)
         return int(any([process.wait() for process in started]))
     ds.set_xla_flags()
@@ -112,7 +111,3 @@ def main():
     if not number:
         print(json.dumps(results))
     return int(any(row[0] for mesh in results.values() for row in mesh.values()))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

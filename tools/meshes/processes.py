@@ -1,149 +1,37 @@
-"""An engine on a mesh of four devices that lie in one, two or four processes.
+"""A mesh whose devices lie in several processes of one host.
 
-    python -m tools.meshes.processes 2 --mesh 2x2                      tokens, as JSON
-    python -m tools.meshes.processes 2 --mesh 2x2 --lost 1 --how stop  one is lost in the middle
-    python -m tools.meshes.processes 2 --mesh 1x4 --gpus               on GPUs, at released shapes
+    python -m tools.meshes.processes engine 2 --mesh 2x2                      tokens, as JSON
+    python -m tools.meshes.processes engine 2 --mesh 2x2 --lost 1 --how stop  one is lost in between
+    python -m tools.meshes.processes engine 2 --mesh 1x4 --gpus               at released shapes
+    python -m tools.meshes.processes pages 2 --mesh 1x2 2x1                   arrays of random bytes
+    python -m tools.meshes.processes pages 2 --mesh 1x2 --lost                process 1 is killed
+    python -m tools.meshes.processes pages 2 --mesh 2x1 --engine              requests of an engine
+    python -m tools.meshes.processes pages 1 --mesh 2x1 --engine --plain      without a host cache
+    python -m tools.meshes.processes pages 2 --mesh 1x2 2x1 --gpus            on a GPU each
+    python -m tools.meshes.processes peers 2                                  buffers of peers
 
-Starts the processes and prints, as JSON, the exit status of each, what it wrote to stderr, the
-seconds that it lived on after one was lost, and what process 0 printed.
+Starts the processes and prints, as JSON, what each of them found.
 """
 
 import argparse
 import json
-import math
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
 
-import pytest
+from tools.meshes import engine_of_processes, pages_of_processes, peers_of_processes
+from tools.meshes.harness import add_parts
 
-from helpers import gpu_processes, serving
-from tools.meshes.harness import environment_of, mesh_of, paths
-
-DEVICES, TIMEOUT_S, LOST_AT_STEP = 4, 10.0, 3
-
-
-def be_one(arguments):
-    """One of the processes."""
-    number, count, port = arguments.process
-    import dsv4_jax as ds
-
-    if count > 1:
-        ds.hosts.join_hosts(f"127.0.0.1:{port}", count, number, timeout_s=TIMEOUT_S)
-    from tools.meshes import engine as engines
-    from tools.meshes import on_gpus
-
-    if arguments.gpus:
-        serving.CONFIG, params = on_gpus.model(on_gpus.RELEASED)
-        serving.params = lambda: params
-    else:
-        engines.use_small_model()
-    engines.OPTIONS["split_cache"] = arguments.split
-    if arguments.steps:
-        several = {"steps_per_call": arguments.steps, "decode_tokens": None, "draft_tokens": 0}
-        engines.OPTIONS |= several
-    mesh = mesh_of(arguments.mesh)
-    engine = engines.engine_on(mesh)
-    if number == arguments.lost:
-        lose_at_step(engine, arguments.how)
-    if number:
-        with pytest.raises(RuntimeError, match=f"0 takes requests, and this is process {number}"):
-            engine.submit([1])
-        engine.follow()
-        return
-    if arguments.lost < 0:
-        engine.warmup()
-    tokens = engines.greedy(engine)
-    problems = [str(one) for one in engine.verify().problems]
-    engine.close()
-    print(json.dumps({"tokens": tokens, "problems": problems}), flush=True)
-
-
-def lose_at_step(engine, how):
-    """The process is killed, is stopped, or hangs, in a step."""
-    arrays, steps = engine.loop.runner.devices, iter(range(10**9))
-    step = arrays._step
-
-    def lose(*call):
-        if next(steps) == LOST_AT_STEP:
-            print("lost", flush=True)
-            if how == "hang":
-                time.sleep(10**6)
-            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-        return step(*call)
-
-    arrays._step = lose
-
-
-def run(count, mesh, lost=-1, how="kill", *, split=False, gpus=False, steps=0):
-    """What the processes did: see above."""
-    environment = os.environ | (paths() if gpus else environment_of(DEVICES // count))
-    command = [sys.executable, "-m", "tools.meshes.processes", str(count), "--mesh", mesh]
-    command += ["--lost", str(lost), "--how", how, *["--split"] * split, *["--gpus"] * gpus]
-    command += ["--steps", str(steps)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    taken = math.prod(map(int, mesh.split("x"))) if gpus else 0
-    processes = gpu_processes.start(
-        [*command, "--process"], count, gpus=taken, env=environment, **pipes
-    )
-    found = [{} for _ in processes]
-    lost_at = []
-
-    def watch(number):
-        process, mine = processes[number], found[number]
-        if number == lost:
-            while process.stdout.readline() not in ("lost\n", ""):
-                continue  # what Gloo says
-            lost_at.append(time.monotonic())
-        else:
-            mine["out"], mine["err"] = process.communicate()
-            mine["status"] = process.returncode
-            mine["ended"] = time.monotonic()
-
-    threads = [threading.Thread(target=watch, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(600)
-    for process in processes:
-        process.kill()
-        process.communicate()  # which closes its pipes
-    for mine in found:
-        ended = mine.pop("ended", None)
-        mine["seconds"] = ended - lost_at[0] if lost_at and ended else None
-    return found
-
-
-def result(processes):
-    """What process 0 printed."""
-    return json.loads(processes[0]["out"].splitlines()[-1])
+PARTS = {"engine": engine_of_processes, "pages": pages_of_processes, "peers": peers_of_processes}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("count", type=int, help="processes")
-    parser.add_argument("--mesh", default="2x2", metavar="DATAxMODEL")
-    parser.add_argument("--lost", type=int, default=-1, help="which one is lost")
-    parser.add_argument("--how", choices=("kill", "stop", "hang"), default="kill")
-    parser.add_argument("--split", action="store_true", help="deal blocks over model")
-    parser.add_argument("--gpus", action="store_true", help="GPUs in place of CPU devices")
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=0,
-        help="of a call of the program that only decodes; 0 has none",
-    )
-    parser.add_argument("--process", type=int, nargs=3, help="be one: number, how many, port")
+    for command in add_parts(parser, PARTS).values():
+        command.add_argument("count", type=int, help="processes")
+        command.add_argument("--process", type=int, nargs=3, help="be one: number, how many, port")
     arguments = parser.parse_args()
     if arguments.process:
-        be_one(arguments)
+        arguments.part.be_one(arguments)
     else:
-        asked = arguments.count, arguments.mesh, arguments.lost, arguments.how
-        named = {"split": arguments.split, "gpus": arguments.gpus, "steps": arguments.steps}
-        print(json.dumps(run(*asked, **named)))
+        print(json.dumps(arguments.part.check_all(arguments)))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import pathlib
 import socket
 import subprocess
 import sys
@@ -20,10 +19,10 @@ from dsv4_jax.model.released import quantized_shape
 from helpers import slow
 from helpers.checkpoints import random_fp8, released_tensors, write_released
 from pallas_kernels.common.weights import MXFP4, BlockFP8, decode_weight
+from tools.meshes import harness
 
 pytestmark = pytest.mark.unoptimised
 
-TESTS = pathlib.Path(__file__).parents[2]
 CSA, HASH, LEARNED = ds.AttentionType.CSA, ds.RouterType.HASH, ds.RouterType.LEARNED
 CONFIG = dataclasses.replace(
     ds.DSV4Config.tiny(),
@@ -52,11 +51,11 @@ STAGES = dataclasses.replace(
 )
 
 
-def start(folder, *arguments):
-    paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+def start(folder, *arguments, processes=1):
+    command = [sys.executable, "-m", "tools.meshes.on_cpus", "load", str(folder)]
     return subprocess.Popen(
-        [sys.executable, "-m", "tools.meshes.load", str(folder), *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": paths},
+        [*command, *map(str, arguments)],
+        env=os.environ | harness.environment_of(harness.DEVICES // processes),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -164,7 +163,7 @@ def test_a_process_holds_its_devices_parts_and_one_tensor(tmp_path, processes):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started = [
-        start(folder, "4x2", "--memory", "--process", number, processes, port)
+        start(folder, "4x2", "--memory", "--process", number, processes, port, processes=processes)
         for number in range(processes)
     ]
     for found in [result(process) for process in started]:

@@ -14,7 +14,8 @@ import dsv4_jax as ds
 from dsv4_jax import collectives
 from dsv4_jax.model.params import param_shapes
 from helpers import slow
-from tools.meshes import at_size, on_cpus, split
+from tools import mesh_at_size
+from tools.meshes import on_cpus, split
 
 pytestmark = pytest.mark.unoptimised
 
@@ -245,7 +246,7 @@ def test_a_cache_is_cut_by_slot_and_block():
 @pytest.mark.compiled
 @pytest.mark.parametrize("mesh", ["1x2", "2x4"])
 def test_a_layer_has_two_collectives_on_each_axis(mesh):
-    found = at_size.run(mesh, "--layers", "5", "--batch", "8")[mesh]
+    found = mesh_at_size.run(mesh, "--layers", "5", "--batch", "8")[mesh]
     assert found["alias_bytes"] == found["cache_bytes"]
     assert found["large_copies"] == []
     assert found["argument_bytes"] - found["weight_bytes"] < found["cache_bytes"] + 2**20
@@ -269,13 +270,13 @@ def test_v41_flash_on_four_gpus_copies_no_weight(mesh):
     V4-Flash's step of the same sizes is compiled beside it, which may take half as long.
     """
     options = ("--batch", "64", "--context", "131072")
-    found = at_size.run(mesh, "--config", "v41_flash", *options)[mesh]
+    found = mesh_at_size.run(mesh, "--config", "v41_flash", *options)[mesh]
     assert found["alias_bytes"] == found["cache_bytes"]
     assert found["large_copies"] == []
     assert found["weight_sized"] == []
     assert found["argument_bytes"] - found["weight_bytes"] < found["cache_bytes"] + 2**24
     assert found["temp_bytes"] <= 2**28
-    of_v4 = at_size.run(mesh, *options)[mesh]
+    of_v4 = mesh_at_size.run(mesh, *options)[mesh]
     seconds = [one["trace_s"] + one["compile_s"] for one in (found, of_v4)]
     assert seconds[0] <= 2 * seconds[1]
 
@@ -286,7 +287,7 @@ def test_v41_flash_on_four_gpus_copies_no_weight(mesh):
     "options", [(), ("--split", "--context", "65536"), ("--batch", "2")], ids=str
 )
 def test_with_peer_buffers_a_step_has_no_collective_of_nccl(options):
-    found = at_size.run("2x4", "--layers", "5", "--batch", "8", "--peers", *options)["2x4"]
+    found = mesh_at_size.run("2x4", "--layers", "5", "--batch", "8", "--peers", *options)["2x4"]
     assert found["collectives"] == {}
     assert found["alias_bytes"] == found["cache_bytes"]
     assert found["large_copies"] == []
@@ -301,7 +302,7 @@ def test_a_split_cache_has_two_more_collectives_a_layer(mesh):
     Eleven sums are gathered, as those of more than two devices are.
     """
     options = ("--layers", "5", "--batch", "8", "--context", "65536", "--split")
-    found = at_size.run(mesh, *options)[mesh]
+    found = mesh_at_size.run(mesh, *options)[mesh]
     assert found["alias_bytes"] == found["cache_bytes"]
     assert found["large_copies"] == []
     counts = {name: figures["in_program"] for name, figures in found["collectives"].items()}

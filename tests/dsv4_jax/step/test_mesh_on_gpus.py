@@ -11,7 +11,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.config.layer_schedule import layer_schedule
-from tools.meshes import graphs, harness, models, on_gpus, results
+from tools.meshes import graphs, harness, models, places, results
 
 TOLERANCE = 1e-4
 """Of float32 logits, in units of their spread; a request has seen up to 150 tokens."""
@@ -32,7 +32,7 @@ def run(*arguments, program="tools.meshes.on_gpus", **environment):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("config", on_gpus.RELEASED)
+@pytest.mark.parametrize("config", models.RELEASED)
 def test_meshes_of_gpus(config):
     if len(jax.devices()) < 2:
         pytest.skip("needs two GPUs or more")
@@ -69,7 +69,7 @@ def test_the_program_runs_on_cpus(config, meshes):
 def test_steps_are_timed_with_each_choice_of_command_buffers():
     """CPUs have none, and take no notice of the flags."""
     small = ("--tiny", "--layers", "1", "--points", "2@200", "1@200/split", "--limit-s", "600")
-    status, lines = run(*small, program="tools.meshes.graphs", **ON_CPUS)
+    status, lines = run("graphs", *small, **ON_CPUS)
     assert status == 0, lines
     assert lines[-1]["best"].keys() == {"2@200", "1@200/split"}
     assert lines[-1]["step_ms"]["2@200"].keys() == graphs.SETTINGS.keys()
@@ -88,9 +88,9 @@ def test_collectives_are_timed(tmp_path):
 
 
 def test_places():
-    assert on_gpus.places(2) == ["one", "1x2", "2x1", "1x2 split", "1x2 dealt"]
-    assert on_gpus.places(8)[-1] == "2x4"
-    assert on_gpus.places(2, splits=False) == ["one", "1x2", "2x1", "1x2 dealt"]
+    assert places.places(2) == ["one", "1x2", "2x1", "1x2 split", "1x2 dealt"]
+    assert places.places(8)[-1] == "2x4"
+    assert places.places(2, splits=False) == ["one", "1x2", "2x1", "1x2 dealt"]
 
 
 def test_layers_of_v41_have_every_kind_of_the_release():

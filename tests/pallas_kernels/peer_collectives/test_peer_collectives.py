@@ -189,7 +189,7 @@ def test_without_gpus_a_buffer_changes_nothing():
 def test_kernels_on_all_meshes_of_the_gpus():
     paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     environment = {"PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [sys.executable, "-m", "tools.meshes.peers_on_gpus"]
+    command = [sys.executable, "-m", "tools.meshes.on_gpus", "peers"]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     for rows in json.loads(done.stdout.splitlines()[-1]).values():

@@ -1,7 +1,7 @@
 """Compiles a step of real sizes for a host of H200s that are not there.
 
-    python -m tools.meshes.at_size 1x2 8x1 --config flash --batch 8 --drafts 1
-    python -m tools.meshes.at_size 1x2 8x1 --config flash --own-kernels ALL_COLLECTIVES
+    python -m tools.mesh_at_size 1x2 8x1 --config flash --batch 8 --drafts 1
+    python -m tools.mesh_at_size 1x2 8x1 --config flash --own-kernels ALL_COLLECTIVES
 
 Prints, as JSON, for each mesh "DATAxMODEL": bytes of arguments on a device, of weights and cache
 among them, bytes that are updated in place and taken beside them, launches, results of XLA's own
@@ -196,7 +196,7 @@ def collectives(hlo, *, layers):
 
 def run(*arguments):
     """What the program prints, in a process of its own."""
-    command = [sys.executable, "-m", "tools.meshes.at_size", *arguments]
+    command = [sys.executable, "-m", "tools.mesh_at_size", *arguments]
     done = subprocess.run(command, env=aot.environment(), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
