@@ -18,38 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import baselines, draws, rival_products
+from benchmarks.cases.product import GATED, IN_PARTS, LIMIT, MATRICES, ROWS, ROWS_IN_PARTS
 from dsv4_jax.bench import compare, timing
 from dsv4_jax.bench.roofline import FP8_FLOPS
-from dsv4_jax.config import DSV4Config
 from pallas_kernels.common.weights import BlockFP8
 from pallas_kernels.gpu.devices import H200
 from pallas_kernels.product import multiply_rows, swiglu_rows
-
-ROWS = (1, 8, 64, 256, 8192)
-IN_PARTS, ROWS_IN_PARTS = ("wo_b", "shared w2"), (8, 64)
-"""Matrices whose sums of splits a model leaves to what reads them, and rows that are split."""
-GATED, LIMIT = "shared w1 and w3", 10.0
-
-
-def matrices_of(model, config):
-    """{name: (groups, outputs, inputs, activations)} of what the release stores in FP8."""
-    dim, rank = config.hidden_size, config.q_lora_rank
-    heads = config.num_attention_heads * config.head_dim
-    index_heads = config.indexer_num_heads * config.indexer_head_dim
-    groups, group_rank = config.o_groups, config.o_lora_rank
-    width = config.moe_intermediate_size
-    found = {
-        "queries": (1, heads + index_heads, rank, "fp8"),
-        "latent and window": (1, rank + config.head_dim, dim, "fp8"),
-        "wo_a": (groups, group_rank, heads // groups, "bfloat16"),
-        "wo_b": (1, dim, groups * group_rank, "fp8"),
-        "shared w1 and w3": (1, 2 * width, dim, "fp8"),
-        "shared w2": (1, dim, width, "fp8"),
-    }
-    return {f"{model} {name}": sizes for name, sizes in found.items()}
-
-
-MATRICES = matrices_of("Flash", DSV4Config.flash()) | matrices_of("Pro", DSV4Config.pro())
 
 
 def main():

@@ -17,16 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import baselines, draws, rival_experts, rival_humming
+from benchmarks.cases.expert_mlp import LAWS, LIMIT, MODELS, NUM_INPUTS, PICKS, TOKENS
 from dsv4_jax.bench import compare, timing
 from dsv4_jax.bench.roofline import FP8_FLOPS
 from pallas_kernels import expert_mlp
 from pallas_kernels.common.weights import MXFP4
-
-MODELS = {"Flash": (256, 4096, 2048), "Pro": (384, 7168, 3072)}
-"""Experts, D and I."""
-TOKENS = (1, 8, 64, 256, 8192)
-PICKS, LIMIT, NUM_INPUTS = 6, 10.0, 3
-LAWS = ("uniform", "Zipf")
 
 
 def main():

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import baselines, bench_topk, draws
+from benchmarks.cases.selection import SHAPES
 from dsv4_jax.bench import compare, timing
 from dsv4_jax.bench.roofline import FP8_FLOPS
 from helpers.calls import make_call
-from helpers.selection_cases import SHAPES
 from pallas_kernels import LayerPlanes, get_cache_format
 from pallas_kernels.gpu.devices import H200
 from pallas_kernels.index_scores import mosaic_gpu as scores_kernel

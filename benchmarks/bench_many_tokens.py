@@ -13,6 +13,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
+from benchmarks.cases.hyper_connections import MOST_OF_FEW, TOKENS
 from dsv4_jax.bench.loops import median_us
 from dsv4_jax.config import DSV4Config
 from pallas_kernels.expert_mlp import triton_counting, triton_worklist
@@ -22,9 +23,6 @@ from pallas_kernels.hyper_connections.reference import Arguments as ReadArgument
 from pallas_kernels.write_streams import reference, triton_gpu, triton_many
 from pallas_kernels.write_streams.reference import Arguments as WriteArguments
 
-TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-MOST_OF_FEW = 64
-"""Tokens up to which the kernel for few of them is timed."""
 CONFIG = DSV4Config.flash()
 
 

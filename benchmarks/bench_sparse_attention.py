@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import baselines, draws
+from benchmarks.cases.sparse_attention import BATCHES, CSA, DIM, HCA, ROOM, ROPE, WINDOW
 from dsv4_jax.bench import compare, timing
 from dsv4_jax.bench.roofline import BF16_FLOPS
 from helpers.calls import make_call
@@ -21,13 +22,6 @@ from pallas_kernels import LayerPlanes, get_cache_format, sparse_attention
 from pallas_kernels.sparse_attention import op
 from pallas_kernels.sparse_attention.reference import Arguments
 
-DIM, ROPE, WINDOW = 512, 64, 128
-BATCHES = [1, 8, 32, 64, 128, 256]
-CSA = [(64, 512, 1), (128, 1024, 1), (64, 512, 2), (128, 1024, 2)]
-HCA = [(64, 32, 1), (64, 1024, 1), (64, 8192, 1), (64, 1024, 2)]
-"""(heads, entries, query tokens of a request)."""
-ROOM = [(64, 128, 1, 8192), (64, 1024, 1, 8192)]
-"""HCA, with a fourth number: the entries that a request has room for."""
 CODEC = get_cache_format("fp8_ue8m0").entry
 NUM_INPUTS = 4
 BASELINE = "FlashMLA sparse_decode_fwd"

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import baselines
+from benchmarks.cases.selection import SELECTED, SHAPES
 from dsv4_jax.bench import compare, timing
-from helpers.selection_cases import SHAPES
 from pallas_kernels.gpu.devices import H200
 from pallas_kernels.select_top_k.op import select_top_k
 
-SELECTED = [512, 1024]
 BASELINE = "vLLM persistent_topk"
 _CACHED_BYTES = 0.8 * H200.l2_bytes
 _WORKSPACE_BYTES = 64 << 20

@@ -1,6 +1,8 @@
 """Small calls of the kernels that multiply weights, for `tools.kernels_alone`.
 
-Weights are quantised on the CPU, and no reference runs on the GPU.
+Weights are quantised on the CPU, and no reference runs on the GPU. Shapes are those of no model:
+small, since a sanitizer is slow, and no multiple of a tile. Those of the models, which are timed
+and compiled, are in `benchmarks/cases`.
 """
 
 import functools

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases import product as cases
 from helpers import slow
 from helpers.quantised import KINDS, quantize
 from pallas_kernels import block_linear, gpu_interpreter, swiglu_linear
@@ -503,38 +504,39 @@ def _gated(x, gate, up):
     return swiglu_linear(x, gate, up, limit=10.0, backend="mosaic_gpu")
 
 
-def _gated_specs(rows, out, into):
-    x, weight = _specs("fp8", rows, out, into)
+def _gated_specs(case):
+    x, weight = _specs(*case)
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), weight)
     return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype), one, one]
 
 
 def _unnormed_specs():
-    x, weight = _specs("fp8", 1, 32768, 1024)
-    return [x, jax.ShapeDtypeStruct((1024,), jnp.bfloat16), weight]
+    x, weight = _specs(*cases.COMPILED_UNNORMED)
+    return [x, jax.ShapeDtypeStruct((x.shape[-1],), jnp.bfloat16), weight]
 
 
 AOT_CASES = (
     [
         (
-            f"{kind} {rows}x{out}x{into} {activations}@{target}",
+            f"{case.form} {case.rows}x{case.out}x{case.into} {case.activations}@{target}",
             _product,
-            _specs(kind, rows, out, into, activations),
+            _specs(*case),
         )
-        for target in ("sm_90a", "sm_100a")
-        for kind, rows, out, into, activations in (
-            ("fp8", 1, 32768, 1024, "fp8"),
-            ("fp8", 8, 7168, 16384, "fp8"),
-            ("fp8", 64, 4096, 8192, "bfloat16"),
-            ("fp8", 64, 40960, 1024, "fp8"),
-            ("fp8", 256, 4096, 2048, "fp8"),
-            ("fp8", 8192, 4096, 8192, "fp8"),
-            ("mxfp4", 8192, 4096, 2048, "fp8"),
-        )
+        for target in cases.BOTH
+        for case in cases.COMPILED
     ]
     + [
-        (f"fp8 1x32768x1024 unnormed@{target}", _product_of_unnormed, _unnormed_specs())
-        for target in ("sm_90a", "sm_100a")
+        (f"{one.form} {one.rows}x{one.out}x{one.into} unnormed@{target}", call, _unnormed_specs())
+        for target in cases.BOTH
+        for one, call in [(cases.COMPILED_UNNORMED, _product_of_unnormed)]
     ]
-    + [("fp8 96 gate and up 3072x7168@sm_90a", _gated, _gated_specs(96, 3072, 7168))]
+    + [
+        (
+            f"{one.form} {one.rows} gate and up {one.out}x{one.into}@{target}",
+            _gated,
+            _gated_specs(one),
+        )
+        for target in cases.HOPPER
+        for one in [cases.COMPILED_GATED]
+    ]
 )

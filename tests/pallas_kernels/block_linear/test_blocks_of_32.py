@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases import product as cases
 from helpers import slow
 from helpers.blocks_of_32 import close, make, multiply, normal, specs
 from pallas_kernels import Backend, block_linear, swiglu_linear
@@ -179,16 +180,9 @@ AOT_CASES = [
         f"{name} {rows} rows",
         _product,
         [
-            jax.ShapeDtypeStruct((rows, shapes[0][-1]), jnp.bfloat16),
-            [specs(shape) for shape in shapes],
+            jax.ShapeDtypeStruct((rows, cases.V41_PARTS[name][0][-1]), jnp.bfloat16),
+            [specs(shape) for shape in cases.V41_PARTS[name]],
         ],
     )
-    for name, shapes in (
-        ("latent and window", [(1280, 5120), (512, 5120)]),
-        ("queries", [(32768, 1280)]),
-        ("output", [(5120, 8192)]),
-        ("gate and up", [(2304, 5120), (2304, 5120)]),
-        ("down of four", [(5120, 576)]),
-    )
-    for rows in (1, 64)
+    for name, rows in cases.COMPILED_BLOCKS_OF_32
 ]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases import product as cases
 from helpers import slow
 from helpers.blocks_of_32 import close, make, multiply, normal, specs
 from pallas_kernels import Backend, block_linear, swiglu_linear
@@ -125,47 +126,37 @@ def _swiglu(x, gate, up):
     return swiglu_linear(x, gate, up, limit=10.0, backend=Backend.MOSAIC_GPU)
 
 
-_SHAPES = {
-    "latent and window": [(1280, 5120), (512, 5120)],
-    "queries": [(32768, 1280)],
-    "output": [(5120, 8192)],
-    "down": [(5120, 2304)],
-}
-
 AOT_CASES = [
     *[
         (
             f"{name} {rows} rows@sm_90a",
             _product,
             [
-                jax.ShapeDtypeStruct((rows, shapes[0][-1]), jnp.bfloat16),
-                [specs(shape) for shape in shapes],
+                jax.ShapeDtypeStruct((rows, cases.V41_PARTS[name][0][-1]), jnp.bfloat16),
+                [specs(shape) for shape in cases.V41_PARTS[name]],
             ],
         )
-        for name, shapes in _SHAPES.items()
-        for rows in (1, 8, 16, 32, 64)
+        for name, rows in cases.COMPILED_OF_V41
     ],
     *[
         (
             f"groups {rows} rows@sm_90a",
             _by_token,
             [
-                jax.ShapeDtypeStruct((rows, 8, 4096), jnp.bfloat16),
-                specs((8, 1024, 4096), "bfloat16"),
+                jax.ShapeDtypeStruct((rows, groups, into), jnp.bfloat16),
+                specs((groups, out, into), activations),
             ],
         )
-        for rows in (1, 8, 64)
+        for groups, out, into, activations in [cases.V41_GROUPS]
+        for rows in cases.COMPILED_ROWS_OF_V41
     ],
     *[
         (
             f"gate and up {rows} rows@sm_90a",
             _swiglu,
-            [
-                jax.ShapeDtypeStruct((rows, 5120), jnp.bfloat16),
-                specs((2304, 5120)),
-                specs((2304, 5120)),
-            ],
+            [jax.ShapeDtypeStruct((rows, gate[-1]), jnp.bfloat16), specs(gate), specs(up)],
         )
-        for rows in (1, 8, 64)
+        for gate, up in [cases.V41_PARTS["gate and up"]]
+        for rows in cases.COMPILED_ROWS_OF_V41
     ],
 ]

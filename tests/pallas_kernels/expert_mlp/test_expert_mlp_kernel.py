@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases import expert_mlp as cases
+from benchmarks.cases.product import BOTH
 from helpers import slow
 from helpers.quantised import quantize
 from pallas_kernels import expert_mlp, gpu_interpreter, mixture_mlp
@@ -495,47 +497,23 @@ def _shared_specs(dim, width, block=128):
     )
 
 
-AOT_CASES = (
-    [
-        (
-            f"flash mixture {num_tokens} fp8@{target}",
-            _mixture,
-            [*_specs(num_tokens, 256, 4096, 2048, "fp8"), _shared_specs(4096, 2048)],
-        )
-        for target in ("sm_90a", "sm_100a")
-        for num_tokens in (1, 2, 6, 8)
-    ]
-    + [
-        (
-            f"pro mixture {num_tokens} fp8@sm_90a",
-            _mixture,
-            [*_specs(num_tokens, 384, 7168, 3072, "fp8"), _shared_specs(7168, 3072)],
-        )
-        for num_tokens in (1, 4, 6)
-    ]
-    + [
-        (
-            f"v41 mixture {num_tokens} fp8@sm_90a",
-            _mixture,
-            [*_specs(num_tokens, 96, 5120, 2304, "fp8"), _shared_specs(5120, 2304, block=32)],
-        )
-        for num_tokens in (1, 6, 8)
-    ]
-    + [
-        (
-            f"{name} {num_tokens} {activations}@{target}",
-            functools.partial(_experts, picked_among=picked_among),
-            _specs(num_tokens, num_experts, 4096, 2048, activations),
-        )
-        for target in ("sm_90a", "sm_100a")
-        for name, picked_among, num_experts, num_tokens, activations in (
-            ("flash", 256, 256, 1, "fp8"),
-            ("flash", 256, 256, 64, "bfloat16"),
-            ("flash", 256, 256, 8192, "fp8"),
-            ("flash of four", 256, 64, 8192, "fp8"),
-            ("flash", 256, 256, 18688, "fp8"),
-            ("slim", 8, 8, 64, "dense"),
-            ("slim", 8, 8, 8192, "dense"),
-        )
-    ]
-)
+AOT_CASES = [
+    (
+        f"{case.name} mixture {case.tokens} fp8@{target}",
+        _mixture,
+        [
+            *_specs(case.tokens, *case.experts, "fp8"),
+            _shared_specs(case.experts.dim, case.experts.width, block=case.block),
+        ],
+    )
+    for case in cases.COMPILED_MIXTURES
+    for target in case.targets
+] + [
+    (
+        f"{case.name} {case.tokens} {case.activations}@{target}",
+        functools.partial(_experts, picked_among=case.picked_among),
+        _specs(case.tokens, *case.experts, case.activations),
+    )
+    for target in BOTH
+    for case in cases.COMPILED
+]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases.expert_mlp import COMPILED_UNPACKED
 from helpers import slow
 from helpers.quantised import quantize
 from pallas_kernels.common import weights
@@ -76,4 +77,4 @@ def _aot_case(num_experts, out, into):
     return (f"{num_experts} of {out}x{into}", triton_unpack.unpack_to_fp8, [weight])
 
 
-AOT_CASES = [_aot_case(192, 2048, 4096)]
+AOT_CASES = [_aot_case(*case) for case in COMPILED_UNPACKED]

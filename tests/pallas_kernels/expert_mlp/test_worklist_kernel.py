@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.cases.expert_mlp import COMPILED_SORTED
 from helpers import slow
 from pallas_kernels.expert_mlp import triton_counting, triton_worklist
 from pallas_kernels.expert_mlp.worklist import sort_pairs
@@ -67,4 +68,4 @@ def _aot_case(num_tokens, num_experts):
     return (f"{num_tokens} of {num_experts} by counting", call, specs)
 
 
-AOT_CASES = [_aot_case(256, 64), _aot_case(1024, 384)]
+AOT_CASES = [_aot_case(*case) for case in COMPILED_SORTED]

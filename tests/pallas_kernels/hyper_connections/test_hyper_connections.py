@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases.hyper_connections import COMPILED_READS
 from helpers import slow
 from pallas_kernels import hyper_connections
 from pallas_kernels.hyper_connections import triton_gpu
@@ -174,7 +175,7 @@ def test_shapes_are_checked():
         hyper_connections(products, scale, base, streams, norm, **sizes | {"iters": 0})
 
 
-def _aot_case(num_tokens, dim, *, shifted=False):
+def _aot_case(num_tokens, dim, shifted):
     def call(*given):
         *given, weights = given if shifted else (*given, None)
         sizes = {"iters": ITERS, "eps": EPS, "norm_eps": NORM_EPS}
@@ -188,13 +189,7 @@ def _aot_case(num_tokens, dim, *, shifted=False):
     return (f"{num_tokens}x{dim}{' shifted' if shifted else ''}", call, specs)
 
 
-AOT_CASES = [
-    _aot_case(64, 4096),
-    _aot_case(1, 7168),
-    _aot_case(2048, 4096),
-    _aot_case(64, 5120, shifted=True),
-    _aot_case(2048, 5120, shifted=True),
-]
+AOT_CASES = [_aot_case(*case) for case in COMPILED_READS]
 
 
 @pytest.mark.parametrize("iters", [1, 2, 3])

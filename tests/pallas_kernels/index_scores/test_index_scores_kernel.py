@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+from benchmarks.cases import selection as cases
 from helpers import inputs, slow
 from helpers.calls import call_specs, make_call
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
@@ -303,7 +304,8 @@ def _at_flash_sizes(arguments):
     return index_topk(**arguments, k=512, backend=Backend.MOSAIC_GPU)
 
 
-def _of_neighbours(arguments, tiling):
+def _of_neighbours(arguments, tokens):
+    tiling = scores_tiling.Tiling(128, 4, tokens=tokens)
     return scores_kernel.index_scores(**arguments, tiling=tiling)
 
 
@@ -311,19 +313,23 @@ AOT_CASES = (
     [
         (f"{name}_{tokens}x{entries}", _at_flash_sizes, [_specs(name, tokens, entries)])
         for name in FORMATS
-        for tokens, entries in [(64, 16384), (1, 262144)]
+        for tokens, entries in cases.COMPILED_SCORES
     ]
     + [
         (
-            f"{name} {tokens} tokens of a CTA@sm_90a",
-            functools.partial(
-                _of_neighbours, tiling=scores_tiling.Tiling(128, groups, tokens=tokens)
-            ),
-            [_specs(name, 8192, 8192)],
+            f"{name} {of_a_cta} tokens of a CTA@sm_90a",
+            functools.partial(_of_neighbours, tokens=of_a_cta),
+            [_specs(name, tokens, entries)],
         )
-        for name, tokens, groups in [(name, 4, 4) for name in FORMATS]
+        for tokens, entries, of_a_cta in [cases.COMPILED_NEIGHBOURS]
+        for name in FORMATS
     ]
     + [
-        ("fp4_e4m3_64x131072 of 32 heads", _at_flash_sizes, [_specs("fp4_e4m3", 64, 131072, 32)]),
+        (
+            f"fp4_e4m3_{tokens}x{entries} of {heads} heads",
+            _at_flash_sizes,
+            [_specs("fp4_e4m3", tokens, entries, heads)],
+        )
+        for tokens, entries, heads in [cases.COMPILED_HEADS_OF_V41]
     ]
 )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases.selection import COMPILED_LISTED
 from helpers import inputs, slow
 from helpers.calls import call_specs, make_call
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
@@ -116,4 +117,6 @@ def _scored(arguments):
     return functools.partial(listed_scores, backend="triton_gpu")(**arguments)
 
 
-AOT_CASES = [(f"{tokens}x16384", _scored, [_specs(tokens, 16384)]) for tokens in (1, 64)]
+AOT_CASES = [
+    (f"{tokens}x{width}", _scored, [_specs(tokens, width)]) for tokens, width in COMPILED_LISTED
+]

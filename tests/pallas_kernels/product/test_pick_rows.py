@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases import product as cases
 from helpers import slow
 from helpers.quantised import quantize
 from pallas_kernels.product import triton_rows
@@ -80,4 +81,4 @@ def _aot_case(num_rows, dim, picked):
     return f"{picked} of {num_rows}x{dim}", run, [rows, token]
 
 
-AOT_CASES = [_aot_case(32768, 4096, 196608)]
+AOT_CASES = [_aot_case(*cases.COMPILED_PICKS)]

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases.selection import COMPILED_TOP_K, SHAPES
 from helpers import slow, token_oracle
-from helpers.selection_cases import SHAPES
 from pallas_kernels import gpu_interpreter
 from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
 from pallas_kernels.select_top_k.op import select_top_k
@@ -26,7 +26,7 @@ AOT_CASES = [
             jax.ShapeDtypeStruct((num_rows,), jnp.int32),
         ],
     )
-    for num_rows, num_entries, k in [(1, 262144, 1024), (64, 65536, 512), (64, 4096, 512)]
+    for num_rows, num_entries, k in COMPILED_TOP_K
 ]
 
 

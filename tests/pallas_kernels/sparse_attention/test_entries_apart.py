@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from benchmarks.cases.sparse_attention import COMPILED_APART_TRITON
 from helpers import attention_cases, slow
 from helpers.inputs import LAYER
 from pallas_kernels import Backend, get_cache_format, sparse_attention
@@ -172,9 +173,9 @@ def _at_flash_sizes(arguments):
 
 AOT_CASES = [
     (
-        f"fp4_e4m3_{tokens}x{heads}x512",
+        f"{name}_{tokens}x{heads}x{top_k}",
         _at_flash_sizes,
-        [attention_cases.flash_specs(tokens, heads, 512, "fp4_e4m3")],
+        [attention_cases.flash_specs(tokens, heads, top_k, name)],
     )
-    for tokens, heads in ((1, 64), (8, 64), (64, 64), (64, 16), (1024, 64))
+    for name, tokens, heads, top_k in COMPILED_APART_TRITON
 ]

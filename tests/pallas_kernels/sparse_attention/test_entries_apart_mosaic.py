@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases.product import BOTH
+from benchmarks.cases.sparse_attention import COMPILED_APART
 from helpers import attention_cases, slow
 from helpers.inputs import LAYER
 from pallas_kernels import Backend, attend_in_part, get_cache_format, join_parts, sparse_attention
@@ -162,16 +164,10 @@ def _at_flash_sizes(arguments):
 
 AOT_CASES = [
     (
-        f"{name}_{tokens}x{heads}x512@{target}",
+        f"{name}_{tokens}x{heads}x{top_k}@{target}",
         _at_flash_sizes,
-        [attention_cases.flash_specs(tokens, heads, 512, name)],
+        [attention_cases.flash_specs(tokens, heads, top_k, name)],
     )
-    for name, tokens, heads in (
-        ("fp4_e4m3", 8, 64),
-        ("fp4_e4m3", 64, 64),
-        ("fp4_e4m3", 64, 16),
-        ("fp4_e4m3", 1024, 64),
-        ("fp8_ue8m0", 64, 64),
-    )
-    for target in ("sm_90a", "sm_100a")
+    for name, tokens, heads, top_k in COMPILED_APART
+    for target in BOTH
 ]

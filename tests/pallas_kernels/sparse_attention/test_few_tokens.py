@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases.sparse_attention import COMPILED_FEW_TOKENS
 from helpers import attention_cases, slow
 from pallas_kernels import Backend, get_cache_format, sparse_attention
 from pallas_kernels.gpu.devices import H200
@@ -162,10 +163,5 @@ AOT_CASES = [
         _at_flash_sizes,
         [attention_cases.flash_specs(tokens, heads, top_k, name)],
     )
-    for name, tokens, heads, top_k in (
-        ("fp8_ue8m0", 1, 64, 512),
-        ("fp8_ue8m0", 8, 16, 32),
-        ("fp8_per_entry", 1, 64, 512),
-        ("bf16", 1, 64, 512),
-    )
+    for name, tokens, heads, top_k in COMPILED_FEW_TOKENS
 ]

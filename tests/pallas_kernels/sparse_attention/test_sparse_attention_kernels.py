@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases import sparse_attention as cases
+from benchmarks.cases.product import BOTH
 from helpers import attention_cases, inputs, slow
 from pallas_kernels import Backend, get_cache_format, sparse_attention
 from pallas_kernels.common.norm_rope import rms_norm_by_pairs, rotate
@@ -338,30 +340,20 @@ def _at_flash_sizes(arguments, query_eps=None):
     )
 
 
-SHAPES = [
-    ("fp8_ue8m0", 256, 64, 512),
-    ("fp8_ue8m0", 8, 128, 1024),
-    ("bf16", 256, 64, 512),
-    ("fp8_per_entry", 256, 64, 512),
-    ("fp8_ue8m0", 256, 8, 512),
-    ("fp8_ue8m0", 1, 8, 512),
-    ("fp8_ue8m0", 32, 32, 512),
-    ("bf16", 256, 16, 512),
-]
 AOT_CASES = [
     (
         f"{name}_{tokens}x{heads}x{top_k}@{target}",
         _at_flash_sizes,
         [attention_cases.flash_specs(tokens, heads, top_k, name)],
     )
-    for name, tokens, heads, top_k in SHAPES
-    for target in ("sm_90a", "sm_100a")
+    for name, tokens, heads, top_k in cases.COMPILED
+    for target in BOTH
 ] + [
     (
-        f"{name}_{tokens}x64x512 as projected@{target}",
+        f"{name}_{tokens}x{heads}x{top_k} as projected@{target}",
         functools.partial(_at_flash_sizes, query_eps=1e-6),
-        [attention_cases.flash_specs(tokens, 64, 512, name)],
+        [attention_cases.flash_specs(tokens, heads, top_k, name)],
     )
-    for name, tokens in (("fp8_ue8m0", 1024), ("bf16", 1024), ("fp8_ue8m0", 1))
-    for target in ("sm_90a", "sm_100a")
+    for name, tokens, heads, top_k in cases.COMPILED_AS_PROJECTED
+    for target in BOTH
 ]

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases.hyper_connections import COMPILED_WRITES
 from helpers import slow
 from pallas_kernels import write_streams
 from pallas_kernels.common.pending import PickedSums, finish
@@ -168,4 +169,4 @@ def _aot_case(num_tokens, dim):
     return (f"{num_tokens}x{dim}", call, specs)
 
 
-AOT_CASES = [_aot_case(16, 4096), _aot_case(1, 7168), _aot_case(64, 7168), _aot_case(2048, 4096)]
+AOT_CASES = [_aot_case(case.tokens, case.dim) for case in COMPILED_WRITES]
