@@ -164,6 +164,7 @@ def test_engines_of_other_weights_models_and_formats_find_nothing():
         others = [*leaves[:number], flipped, *leaves[number + 1 :]]
         digests.add(disk_shape.weights_digest(jax.tree.unflatten(tree, others)))
     assert len(digests) == len(leaves) + 1
+    assert shape(params=jax.tree.unflatten(tree, others))["weights"] in digests - {own["weights"]}
     assert shape(dataclasses.replace(config, rope_theta=7.0)) != own
     assert shape(cache_format="f32") != own
     assert {"version", "jax", "device", "mesh"} <= own.keys()

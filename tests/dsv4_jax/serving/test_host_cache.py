@@ -400,6 +400,27 @@ def test_what_one_admission_pushes_out_the_next_one_finds_on_the_host():
     assert (done, done.hit_tokens) == (wanted, 256)
 
 
+def test_blocks_that_give_way_to_a_fork_are_copied_before_it_writes_there():
+    """A branch has a copy of its parent's open block, in the place of what was evicted for it."""
+    # Beside a step in flight a branch would wait, and begin by computing what it has.
+    engine = limit(make_engine(overlap=False, host_cache_bytes=10**6), num_blocks=3)
+    rng = np.random.default_rng(8)
+    text, other = prompt(rng, 300), prompt(rng, 20)
+    options = OPTIONS | {"logprobs": 4}
+    wanted = alone(text, options)
+    run_to_end(engine, engine.submit(text, **options))
+    parent = engine.submit(other, **OPTIONS | {"max_new_tokens": 30})
+    while not engine.requests[parent].num_drawn:
+        engine.step()
+    branch = engine.fork(parent, seed=1)
+    assert engine.metrics.evicted_blocks == 1
+    engine.step()
+    for request in (parent, branch):
+        engine.cancel(request)
+    done = run_to_end(engine, engine.submit(text, **options))[0]
+    assert (done, done.hit_tokens, engine.metrics.host_hit_tokens > 0) == (wanted, 256, True)
+
+
 def hold_back(engine, monkeypatch, name):
     """Copies one way begin and do not end until the event is set."""
     copy, may_come = getattr(engine.loop.host.moves.memory, name), threading.Event()

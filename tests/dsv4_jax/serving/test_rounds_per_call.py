@@ -127,6 +127,36 @@ def test_a_lone_request_checks_and_keeps_the_same_drafts(kind, monkeypatch):
 
 
 @pytest.mark.slow
+def test_who_makes_fewer_steps_than_a_call_has_keeps_the_drafts_of_its_last_one(monkeypatch):
+    """One that is near its end, beside one that is not; both have the drafts of single steps."""
+    engine, single, of_request = make_engine("mtp", overlap=False), other_engine("mtp"), []
+    step = engine.loop.runner.devices.launch
+
+    def note(step_input, snapshots, checked, following, num_steps, *more, **options):
+        of_request.append(None if num_steps is None else num_steps.tolist())
+        return step(step_input, snapshots, checked, following, num_steps, *more, **options)
+
+    monkeypatch.setattr(engine.loop.runner.devices, "launch", note)
+    text, other = prompt(np.random.default_rng(2), 5), prompt(np.random.default_rng(3), 5)
+
+    def drafts_of(engine, **asked):
+        """By the number of tokens drawn, what would be checked next."""
+        new = [engine.submit(text, **WANTED | asked | {"max_new_tokens": 12})]
+        new.append(engine.submit(other, **WANTED | asked))
+        request, found = engine.requests[new[0]], {}
+        while request.finish_reason is None:
+            engine.step()
+            found[request.num_drawn] = list(request.drafts)
+        run_to_end(engine, *new)
+        return found
+
+    found, wanted = drafts_of(engine), drafts_of(single, **ALONE)
+    assert any(len(set(steps) - {0}) == 2 for steps in of_request if steps)
+    assert len(found) > 4
+    assert all(wanted[count] == drafts for count, drafts in found.items() if count < 12)
+
+
+@pytest.mark.slow
 def test_blocks_that_are_filled_within_a_call_can_be_resumed():
     """Snapshots are taken by the step that crosses a boundary, as those of single steps."""
     text, hits = prompt(np.random.default_rng(2), 30), []
