@@ -5,7 +5,6 @@ It stands in for Pallas's Triton backend where the compiler parameters are those
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import linecache
@@ -18,6 +17,7 @@ from jaxlib.mlir import ir
 from pallas_kernels.common.backend import compute_capability
 from pallas_kernels.gpu.compat import mlir, pallas_core
 from pallas_kernels.gpu.triton_language import arithmetic, control, disk_cache, memory, shapes
+from pallas_kernels.gpu.triton_language.package import load, without_line_info
 from pallas_kernels.gpu.triton_language.source import Source, translate, type_of
 
 _WARP = 32
@@ -123,7 +123,7 @@ def _compile(source, pointers, capability, num_warps, num_stages):
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, language)
     metadata: dict[str, Any] = {}
-    with _without_line_info():
+    with without_line_info():
         for name, stage in stages.items():
             module = stage(module, metadata)
             if name == "ptx":
@@ -146,11 +146,8 @@ def _write_ir(source, pointers, capability):
 
 def _read(source, pointers, capability, num_warps, num_stages):
     """What Triton makes of a source: the module, the backend, its options and the language."""
-    from triton._C import libtriton  # pyright: ignore[reportMissingImports]
-    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
-    from triton.compiler import compiler  # pyright: ignore[reportMissingImports]
-
-    target = GPUTarget("cuda", capability, _WARP)
+    compiler, libtriton = load("triton.compiler.compiler"), load("triton._C.libtriton")
+    target = load("triton.backends.compiler").GPUTarget("cuda", capability, _WARP)
     backend = compiler.make_backend(target)
     options = backend.parse_options(options_of(num_warps, num_stages))
     attributes = {(i,): [["tt.divisibility", _ALIGNED]] for i in range(len(pointers))}
@@ -160,19 +157,9 @@ def _read(source, pointers, capability, num_warps, num_stages):
     libtriton.ir.load_dialects(context)
     backend.load_dialects(context)
     functions = backend.get_codegen_implementation(options)
-    with _without_line_info():
+    with without_line_info():
         module = read.make_ir(target, options, functions, backend.get_module_map(), context)
     return module, backend, options, read.language
-
-
-@contextlib.contextmanager
-def _without_line_info():
-    """Lines of a source that no one has, which would be three quarters of the PTX."""
-    from triton import knobs  # pyright: ignore
-
-    with knobs.compilation.scope():
-        knobs.compilation.disable_line_info = True
-        yield
 
 
 def options_of(num_warps: int, num_stages: int) -> dict[str, Any]:
@@ -234,7 +221,7 @@ def _lower(
             aliases=dict(input_output_aliases),
             params=compiler_params,
         )
-        with _without_line_info():
+        with without_line_info():
             return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
     source = lowered()
     pointers = tuple(f"*{_pointee(a.dtype)}" for a in (*ctx.avals_in, *ctx.avals_out))
@@ -275,8 +262,7 @@ def _triton_call(*arrays, source, outputs, aliases, params):
     parameter. A result that has an operand's place has no parameter, so those come last: before
     another one it would take that one's parameter.
     """
-    import jax_triton  # pyright: ignore[reportMissingImports]
-
+    jax_triton = load("jax_triton")
     order = sorted(range(len(outputs)), key=lambda output: output in aliases.values())
     place = {output: index for index, output in enumerate(order)}
     results = jax_triton.triton_call(
