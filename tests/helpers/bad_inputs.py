@@ -91,6 +91,18 @@ def integer(low=None, high=INT32_MAX, *, optional=False):
     return draw
 
 
+def byte_count(low=None, high=INT32_MAX):
+    """Values that are no number of bytes, which may be a text as well, such as "64" or "64GiB"."""
+    draw_integer = integer(low, high)
+
+    def draw(rng):
+        while isinstance((drawn := draw_integer(rng))[0], str) and drawn[0].strip()[:1].isdigit():
+            pass
+        return drawn
+
+    return draw
+
+
 def number(low=None, high=None, *, above=False, optional=False):
     """Values that are no finite number from low to high."""
 

@@ -82,8 +82,8 @@ ENGINE = COUNTS | FORMAT | {
     "unroll": bad.flag(optional=True),
     "debug": bad.flag(),
     "overlap": bad.flag(),
-    "idea": bad.instance(optional=True), "host_cache_bytes": bad.integer(0, 2**62),
-    "disk_cache_dir": bad.folder(optional=True), "disk_cache_bytes": bad.integer(0, 2**62),
+    "idea": bad.instance(optional=True), "host_cache_bytes": bad.byte_count(0, 2**62),
+    "disk_cache_dir": bad.folder(optional=True), "disk_cache_bytes": bad.byte_count(0, 2**62),
     "tokenizer": bad.instance(optional=True),
 }  # fmt: skip
 OPTIONS = {name: kind for name, kind in ENGINE.items() if name not in OF_ENGINES}

@@ -125,6 +125,7 @@ def case_of_gather_window():
 def case_of_hyper_connections():
     given = {"products": f32(T, 3, (2 + S) * S), "scale": f32(3), "base": f32((2 + S) * S)}
     given |= {"streams": f32(T, S, D), "norm": f32(D), "iters": 3, "eps": 1e-2, "norm_eps": 1e-2}
+    given |= {"weights": f32(T, S)}
     return given, pk.hyper_connections(**given)._asdict()
 
 

@@ -34,7 +34,7 @@ def test_stored_vectors_are_finite_and_of_unit_size(cache_format, monkeypatch):
         if pool.index_keys is not None:
             check_vectors(fmt.index_key.decode(pool.index_keys, schema.indexer_head_dim))
     for pool in cache.state.values():
-        decoded = pool.schema.format.entry.decode(pool.window, pool.schema.entry_head_dim)
+        decoded = pool.schema.format.ring.decode(pool.window, pool.schema.entry_head_dim)
         check_vectors(decoded)
         for array in jax.tree.leaves((pool.tail, pool.index_tail)):
             assert abs(float(jnp.std(array)) - 1) < 0.1
