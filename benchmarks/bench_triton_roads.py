@@ -156,7 +156,8 @@ def main():
     if args.measure:
         return measure(names)
     began = time.perf_counter()
-    report = compared(run_each(args.lowerings, names), names) | {"command": command_line()}
+    found = run_each(args.lowerings, args.only)
+    report = compared(found, names) | {"command": command_line()}
     report["seconds"] = round(time.perf_counter() - began, 1)
     for row in report["cases"]:
         print(json.dumps(row))
@@ -166,18 +167,17 @@ def main():
     return 1 if report["failed"] else 0
 
 
-def run_each(lowerings, names):
+def run_each(lowerings, only):
     """{lowering: what its process says}; they compile at once, and time one after the other."""
-    processes = {}
+    processes, chosen = {}, ["--only", only] if only else []
     for name in lowerings:
         settings = {
             triton_lowering.LOWERING_VARIABLE: name,
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "JAX_ENABLE_COMPILATION_CACHE": "false",
         }
-        only = ["--only", names[0]] if len(names) == 1 else []
         processes[name] = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.bench_triton_roads", "--measure", *only],
+            [sys.executable, "-m", "benchmarks.bench_triton_roads", "--measure", *chosen],
             env=os.environ | settings,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -54,3 +54,12 @@ def test_the_table_says_what_broke():
     assert head.split() == ["target", "lowering", "lowered", "broke"]
     assert counts.split() == ["sm_90a", "ptx", "1", "2"]
     assert said.strip() == f"b and 1 more: {error}"
+
+
+def test_what_compilers_print_beside_the_cases_is_passed_over(tmp_path):
+    said = ["ptxas info    : Used 83 registers", "{ a module }", '{"case": "a"}']
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in said) + "exit 3\n")
+    python.chmod(0o755)
+    ended = {"case": "the run", "error": "ended with 3"}
+    assert next_jax.lower(python, "sm_90a", "ptx", []) == [{"case": "a"}, ended]

@@ -138,7 +138,9 @@ def lower(python: pathlib.Path, target: str, lowering: str, names: Sequence[str]
         command, cwd=ROOT, env=aot.environment(), stdout=subprocess.PIPE, text=True
     )
     print(f"{target} {lowering} ended with {done.returncode}", flush=True)
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    # Compilers print there too, and some of their lines begin with a brace.
+    lines = done.stdout.splitlines()
+    found = [json.loads(line) for line in lines if line.startswith('{"case"')]
     if done.returncode and not any("error" in case for case in found):
         found.append({"case": "the run", "error": f"ended with {done.returncode}"})
     return found
