@@ -7,6 +7,7 @@ What downloads is `huggingface_hub`, with its cache, its token and its environme
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import os
 import pathlib
@@ -66,7 +67,7 @@ def find_checkpoint(
       drafts: as of `load_checkpoint`; False asks nothing of a draft.
 
     Returns:
-      The directory, which need not exist where nothing could be a name on the hub.
+      The directory, which need not exist where the name is a path of several parts.
 
     Raises:
       ValueError: there is neither such a directory nor such a model, the hub does not give it, the
@@ -93,6 +94,7 @@ def find_checkpoint(
             )
         if isinstance(name, str) and not is_there:
             _refuse_address(name)
+            _refuse_word(name)
         return path
     wanted = None if revision is None else checks.text("revision", revision)
     asks = functools.partial(check_before_weights, needs_tokenizer=needs_tokenizer, drafts=drafts)
@@ -123,6 +125,18 @@ def _refuse_address(name: str) -> None:
             f"checkpoint must be a directory or a name on the hub (owner/model), got {name!r}, "
             f"which is no directory; pass {given}"
         )
+
+
+def _refuse_word(name: str) -> None:
+    """Refuses one word, which is neither a directory nor has an owner, as models on the hub have."""
+    if not name.strip() or pathlib.PurePath(name).name != name:
+        return
+    close = difflib.get_close_matches(name, [SHIPPED])
+    meant = f"; did you mean {close[0]}?" if close else ""
+    raise ValueError(
+        f"checkpoint must be a directory that is there, a name on the hub (owner/model), or "
+        f"{SHIPPED}, got {name!r}{meant}"
+    )
 
 
 def _download(

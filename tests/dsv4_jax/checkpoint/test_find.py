@@ -4,6 +4,7 @@ import collections
 import json
 import os
 import pathlib
+import re
 import shutil
 import socket
 
@@ -328,6 +329,17 @@ def test_a_name_in_another_form_is_refused_with_the_right_one(served, written, w
     with pytest.raises(ValueError, match=f"which is no directory; pass .*{way_out}"):
         find_checkpoint(written)
     assert served[1] == []
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [("shiped", "got 'shiped'; did you mean shipped?"), ("flash", "or shipped, got 'flash'")],
+)
+def test_a_word_that_is_no_directory_is_refused_with_what_may_stand_there(served, word, told):
+    with pytest.raises(ValueError, match=f"{re.escape(told)}$"):
+        find_checkpoint(word)
+    assert served[1] == []
+    assert find_checkpoint(f"./{word}") == pathlib.Path(word)
 
 
 @pytest.mark.parametrize(
