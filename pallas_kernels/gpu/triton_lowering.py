@@ -6,10 +6,12 @@ import contextlib
 import contextvars
 import enum
 import functools
-import importlib.util
+import importlib
 import os
 from collections.abc import Iterator
 from typing import Any
+
+import jax
 
 
 class Lowering(enum.StrEnum):
@@ -51,8 +53,28 @@ def _of_process() -> Lowering:
                 f"{LOWERING_VARIABLE} must be one of {list(map(str, Lowering))}, got {named!r}"
             )
         return Lowering(named)
-    has_backend = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
-    return Lowering.PALLAS if has_backend else Lowering.IR
+    return Lowering.PALLAS if _backend() is not None else Lowering.IR
+
+
+def _backend() -> Any:
+    """The module that takes what it needs of Pallas's Triton backend; None where jax has none.
+
+    What jax leaves in its place may say so with any error.
+    """
+    try:
+        return importlib.import_module("pallas_kernels.gpu.triton_pallas")
+    except Exception:
+        return None
+
+
+def _asked_backend() -> Any:
+    backend = _backend()
+    if backend is None:
+        raise ModuleNotFoundError(
+            f"the lowering pallas ({LOWERING_VARIABLE}, or use_lowering) needs Pallas's Triton "
+            f"backend, which jax {jax.__version__} lacks; choose ir or ptx, or leave it unset"
+        )
+    return backend
 
 
 @contextlib.contextmanager
@@ -77,9 +99,7 @@ def use_lowering(name: Lowering | str) -> Iterator[None]:
 def compiler_params(num_warps: int, num_stages: int | None = None) -> Any:
     """Those of `pl.pallas_call` by which a kernel is lowered as `lowering` says."""
     if lowering() == Lowering.PALLAS:
-        from pallas_kernels.gpu import triton_pallas
-
-        return triton_pallas.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+        return _asked_backend().CompilerParams(num_warps=num_warps, num_stages=num_stages)
     from pallas_kernels.gpu.triton_language import lowering as translated
 
     return translated.CompilerParams(num_warps, num_stages, str(lowering()))
@@ -88,7 +108,7 @@ def compiler_params(num_warps: int, num_stages: int | None = None) -> Any:
 def operations() -> Any:
     """The module whose primitives the present lowering knows."""
     if lowering() == Lowering.PALLAS:
-        from pallas_kernels.gpu import triton_pallas as module
-    else:
-        from pallas_kernels.gpu.triton_language import primitives as module
-    return module
+        return _asked_backend()
+    from pallas_kernels.gpu.triton_language import primitives
+
+    return primitives

@@ -146,6 +146,12 @@ class Libdevice(types.ModuleType):
         return lambda *arrays: tensor(function(*arrays))
 
 
+def full(shape, value, dtype):
+    """As Triton's: any zero is 0.0, and there is none of FP8."""
+    assert np.dtype(dtype).name not in ("float8_e4m3fn", "float8_e5m2")
+    return tensor(np.full(shape, value if value else 0, dtype))
+
+
 def language():
     """Stand-ins of Triton's modules, by name."""
     tl = types.ModuleType("triton.language")
@@ -153,7 +159,7 @@ def language():
         setattr(tl, text.removeprefix("tl."), np.dtype(_DTYPES.get(name, name)))
     tl.PropagateNan = types.SimpleNamespace(ALL="all")
     tl.program_id = lambda axis: tensor(np.int32(_program["ids"][axis]))
-    tl.full = lambda shape, value, dtype: tensor(np.full(shape, value, dtype))
+    tl.full = full
     tl.maximum, tl.minimum = extreme(np.fmax, np.maximum), extreme(np.fmin, np.minimum)
     tl.where = lambda which, yes, no: tensor(np.where(which, yes, no))
     tl.abs = np.abs

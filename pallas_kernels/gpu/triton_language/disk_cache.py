@@ -6,14 +6,15 @@ So Triton's own part, which takes seconds, would be done in every process but fo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import os
 import pathlib
-import tempfile
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -23,6 +24,8 @@ _FORMAT = 1
 _FOLDER = "triton"
 _VARIABLES = ("TRITON_", "MLIR_", "LLVM_", "NVPTX_", "DISABLE_LLVM_OPT")
 """How variables of the environment begin that Triton's compiler reads."""
+_LINES = "TRITON_DISABLE_LINE_INFO"
+"""One of them that says nothing here: lines are always left out."""
 
 
 def key_of(*parts: Any) -> str:
@@ -38,15 +41,16 @@ def key_of(*parts: Any) -> str:
     except importlib.metadata.PackageNotFoundError:
         raise ModuleNotFoundError(
             "kernels for Triton need the package triton where jax has no Triton backend of Pallas, "
-            "or PALLAS_KERNELS_TRITON asks for it, and it is not installed; install "
-            "dsv4-jax[cuda13] or dsv4-jax[cuda12]"
+            "or PALLAS_KERNELS_TRITON asks for it, and it is not installed; "
+            "pip install 'triton>=3.7,<3.9'"
         ) from None
-    variables = sorted((k, v) for k, v in os.environ.items() if k.startswith(_VARIABLES))
+    read = [name for name in list(os.environ) if name.startswith(_VARIABLES)]
+    variables = sorted((name, os.environ.get(name)) for name in read if name != _LINES)
     told = [_FORMAT, version, variables, *parts]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
-def kept(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def kept(key: str, names: Collection[str], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What is kept by that name, else what `make` gives, which is kept from then on.
 
     Without a folder of jax's compilation cache nothing is kept. Of a file that is not whole nothing
@@ -54,6 +58,7 @@ def kept(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
     Args:
       key: a name that `key_of` gave.
+      names: of what `make` gives.
       make: gives a dict of JSON.
     """
     folder = _folder()
@@ -64,15 +69,17 @@ def kept(key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
         found = None
-    if isinstance(found, dict):
+    if isinstance(found, dict) and found.keys() == set(names):
         return found
     made = make()
+    part = folder / f"{key}.{os.getpid()}.{threading.get_ident()}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
-            json.dump(made, file)
-        os.replace(file.name, path)
+        part.write_text(json.dumps(made))  # to be read by whom the folder lets read
+        part.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
         warnings.warn(
             f"Triton will compile this kernel again in the next process: {folder}, beside jax's "
             f"compilation cache, does not take it ({error})",

@@ -27,6 +27,10 @@ _POLICIES_ARE_ATTRIBUTES = jax.__version_info__ >= (0, 12)
 """In XLA's Triton from jax 0.12 on. The package writes words up to 3.8, which jax 0.11 reads."""
 _POLICY = re.compile(r"((?: (?:cacheModifier|evictionPolicy) = \w+)+)(?: \{([^}]*)\})? :")
 _PTX_CALL, _IR_CALL = "__gpu$xla.gpu.ptx", "__gpu$xla.gpu.triton"
+_MADE = ("ptx", "name", "shared_bytes", "scratch_bytes")
+"""What is kept of a kernel in PTX."""
+_IR_WARPS, _IR_STAGES = 4, 3
+"""They say nothing of Triton's IR before its own passes; XLA is told others with it."""
 RULES = arithmetic, control, memory, shapes
 """Modules that register the lines of primitives."""
 
@@ -81,10 +85,10 @@ def compile_source(
       num_warps: a program.
       num_stages: loads of a loop's products on their way at once.
     """
-    parts = (source.text, source.name, pointers, capability, num_warps, num_stages)
+    parts = (source.text, source.name, pointers, capability, _ALIGNED)
     key = disk_cache.key_of("ptx", *parts, options_of(num_warps, num_stages))
     made = disk_cache.kept(
-        key, lambda: _compile(source, pointers, capability, num_warps, num_stages)
+        key, _MADE, lambda: _compile(source, pointers, capability, num_warps, num_stages)
     )
     if made["scratch_bytes"]:
         raise NotImplementedError(f"{source.name} takes scratch memory, which it is not given")
@@ -95,8 +99,10 @@ def compile_source(
 @functools.cache
 def triton_ir(source: Source, pointers: tuple[str, ...], capability: int) -> str:
     """Triton's IR of a kernel, as text; the arguments are those of `compile_source`."""
-    key = disk_cache.key_of("ir", source.text, source.name, pointers, capability)
-    return disk_cache.kept(key, lambda: {"ir": _write_ir(source, pointers, capability)})["ir"]
+    parts = (source.text, source.name, pointers, capability, _ALIGNED)
+    key = disk_cache.key_of("ir", *parts, options_of(_IR_WARPS, _IR_STAGES))
+    make = functools.partial(_write_ir, source, pointers, capability)
+    return disk_cache.kept(key, ("ir",), lambda: {"ir": make()})["ir"]
 
 
 def in_xla_s_dialect(text: str) -> str:
@@ -137,7 +143,7 @@ def _compile(source, pointers, capability, num_warps, num_stages):
 
 
 def _write_ir(source, pointers, capability):
-    module, backend, options, language = _read(source, pointers, capability, 4, 3)
+    module, backend, options, language = _read(source, pointers, capability, _IR_WARPS, _IR_STAGES)
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, language)
     module = stages["ttir"](module, {})  # XLA's Triton has no pass that puts functions in place
@@ -221,6 +227,7 @@ def _lower(
             aliases=dict(input_output_aliases),
             params=compiler_params,
         )
+        _load_jax_triton()
         with without_line_info():
             return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
     source = lowered()
@@ -229,7 +236,7 @@ def _lower(
     num_warps, num_stages = compiler_params.num_warps, compiler_params.num_stages or 3
     numbers = dict(zip(("grid_x", "grid_y", "grid_z"), source.grid, strict=True))
     if compiler_params.launch == "ir":
-        texts = {"name": name, "ir": in_xla_s_dialect(triton_ir(source, pointers, number))}
+        texts = {"name": source.name, "ir": in_xla_s_dialect(triton_ir(source, pointers, number))}
         numbers |= {"num_warps": num_warps, "num_stages": num_stages}
         target, flags = _IR_CALL, {"debug": ir.BoolAttr.get(False)}
     else:
@@ -262,7 +269,7 @@ def _triton_call(*arrays, source, outputs, aliases, params):
     parameter. A result that has an operand's place has no parameter, so those come last: before
     another one it would take that one's parameter.
     """
-    jax_triton = load("jax_triton")
+    jax_triton = _load_jax_triton()
     order = sorted(range(len(outputs)), key=lambda output: output in aliases.values())
     place = {output: index for index, output in enumerate(order)}
     results = jax_triton.triton_call(
@@ -281,6 +288,17 @@ def _triton_call(*arrays, source, outputs, aliases, params):
         },
     )
     return [results[place[output]] for output in range(len(outputs))]
+
+
+def _load_jax_triton() -> Any:
+    try:
+        return load("jax_triton")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "the lowering jax_triton (PALLAS_KERNELS_TRITON, or use_lowering) needs the packages "
+            f"jax-triton and triton, and {error.name} is not installed; pip install "
+            "'jax-triton>=0.4,<0.5' 'triton>=3.7,<3.9', or choose another lowering"
+        ) from error
 
 
 def _pointee(dtype: Any) -> str:

@@ -31,8 +31,7 @@ def without_line_info() -> Iterator[None]:
     knobs = load("triton.knobs")
     with _lock:
         if not _users:
-            _options.enter_context(knobs.compilation.scope())
-            knobs.compilation.disable_line_info = True
+            _options.enter_context(_lines_left_out(knobs))
         _users += 1
     try:
         yield
@@ -41,3 +40,18 @@ def without_line_info() -> Iterator[None]:
             _users -= 1
             if not _users:
                 _options.close()
+
+
+@contextlib.contextmanager
+def _lines_left_out(knobs: Any) -> Iterator[None]:
+    """Triton's option, which it would write into the environment, where other threads read it."""
+    options, told = knobs.compilation, knobs.propagate_env
+    before = vars(options).get("disable_line_info")
+    knobs.propagate_env = False
+    options.disable_line_info = True
+    yield
+    if before is None:
+        del options.disable_line_info
+    else:
+        options.disable_line_info = before
+    knobs.propagate_env = told

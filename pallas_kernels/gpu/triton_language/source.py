@@ -16,6 +16,7 @@ branches, this module the names.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dataclasses
 import keyword
@@ -83,8 +84,8 @@ def argmin(x, i, y, j):
 """
 
 
-_TAKEN = {*re.findall(r"(?:^def|import|as) (\w+)(?=\(|$)", HEADER, re.MULTILINE)}
-"""Names of the module, which a kernel of that name would hide from its own lines."""
+_TAKEN = {*re.findall(r"(?:^def|import|as) (\w+)(?=\(|$)", HEADER, re.MULTILINE), *dir(builtins)}
+"""Names that lines of a kernel may use, which a kernel of that name would hide from them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +127,8 @@ def translate(
 
     Args:
       jaxpr: of the body; its arguments are refs of whole arrays, and it returns nothing.
-      name: of the kernel; an underscore is added to one that the module needs itself.
+      name: of the kernel; what is no letter or digit becomes an underscore, and one is added to a
+        name that the module needs itself.
       grid: programs, along any number of axes.
       same: pairs of arguments that are one array, of which the first has a parameter.
 
@@ -139,6 +141,7 @@ def translate(
     """
     if jaxpr.outvars or getattr(jaxpr, "consts", ()):
         raise NotImplementedError(f"{name} returns values, or captures arrays")
+    name = re.sub(r"\W", "_", name)
     if name in _TAKEN or keyword.iskeyword(name):
         name += "_"
     first = {second: first for first, second in same}
@@ -202,9 +205,19 @@ class Writer:
         elif jnp.issubdtype(dtype, jnp.integer):
             text = str(int(value))
         else:
-            number = float(np.asarray(value, dtype))
-            text = repr(number) if math.isfinite(number) else f'float("{number}")'
-        text = f"tl.full([], {text}, {TYPES[dtype.name]})"
+            number = np.asarray(value, dtype)
+            text = repr(float(number)) if np.isfinite(number) else f'float("{float(number)}")'
+            if dtype.itemsize == 1 or (number == 0 and np.signbit(number)):
+                return self._bits(number)  # `tl.full` makes 0.0 of -0.0, and has no FP8
+        return self._at_the_top(f"tl.full([], {text}, {TYPES[dtype.name]})")
+
+    def _bits(self, number: np.ndarray) -> str:
+        """A scalar constant by its bits."""
+        bits = np.dtype(f"uint{8 * number.dtype.itemsize}")
+        code = f"tl.full([], {int(number.view(bits))}, {TYPES[bits.name]})"
+        return self._at_the_top(f"{code}.to({TYPES[number.dtype.name]}, bitcast=True)")
+
+    def _at_the_top(self, text: str) -> str:
         return self.constants.setdefault(text, f"c{len(self.constants)}")
 
     def read(self, atom: Any, names: dict[Any, Value]) -> Value:

@@ -49,3 +49,10 @@ def test_results_in_place_and_others_have_their_buffers(order, monkeypatch):
     )
     for place, which in enumerate(order):
         np.testing.assert_array_equal(found[place], expected[which])
+
+
+def test_who_lacks_jax_triton_is_told_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    told = "lowering jax_triton .*PALLAS_KERNELS_TRITON.*pip install 'jax-triton>=0.4,<0.5'"
+    with pytest.raises(ModuleNotFoundError, match=told):
+        lowering._load_jax_triton()

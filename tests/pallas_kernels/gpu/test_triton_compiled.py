@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -115,3 +116,30 @@ def test_xla_reads_the_triton_ir_of_a_kernel():
     command += ["--only", case]
     done = subprocess.run(command, env=aot.environment(), capture_output=True, text=True)
     assert done.stdout == json.dumps({"case": case}) + "\n", done.stderr[-2000:]
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.compiled
+def test_a_kernel_whose_name_was_changed_compiles():
+    """One that has the name of a function of its module; and -0.0 stays that."""
+    script = """
+import os, pathlib, sys
+from tools import aot
+os.environ.update(aot.WITHOUT_A_GPU)
+import jax, jax.numpy as jnp
+from pallas_kernels.gpu import triton, triton_lowering
+x = jax.ShapeDtypeStruct((128,), jnp.float32)
+def kernel(x, o):
+    o[...] = jnp.where(x[...] > 0, x[...], -0.0)
+def call(x):
+    return triton.launch(kernel, grid=(1,), inputs=x, outputs=x, num_warps=1, name="add")
+with triton_lowering.use_lowering("ir"):
+    lowered = aot.lower_case("sm_90a", call, (x,))
+lowered.compile(compiler_options={"xla_dump_to": sys.argv[1], "xla_dump_emitter_re": "ptx"})
+print("-2147483648" in "".join(p.read_text() for p in pathlib.Path(sys.argv[1]).glob("*.ptx")))
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", script, folder]
+        done = subprocess.run(command, env=aot.environment(), capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr[-2000:]

@@ -62,6 +62,15 @@ CASES = {
         lambda x, y: jnp.where((x < y) | (x == 7.0) & ~(y >= 1.0), x, y),
         (FLOATS, UNITS),
     ),
+    "negative zeros": (lambda x: jnp.where(x > 1.0, x, -0.0), (FLOATS,)),
+    "negative zeros of two bytes": (
+        lambda x: jnp.where(x > 1.0, x, jnp.bfloat16(-0.0)),
+        (FLOATS.astype(jnp.bfloat16),),
+    ),
+    "constants of one byte": (
+        lambda x: jnp.where(x > 1.0, jnp.float8_e4m3fn(1.5), jnp.float8_e4m3fn(-0.0)),
+        (FLOATS,),
+    ),
     "integers": (lambda x: (x * 3 ^ 5) & 0xFF | 1, (INTEGERS,)),
     "quotient of integers": (lambda x: lax.div(x, jnp.int32(2)), (INTEGERS,)),
     "remainder of integers": (lambda x: lax.rem(x, jnp.int32(3)), (INTEGERS,)),
@@ -307,12 +316,32 @@ def test_equal_kernels_have_equal_sources():
     assert "def kernel(p0, p1):" in first.text
 
 
-@pytest.mark.parametrize("found", ["pallas", "ir"])
-def test_the_default_is_the_backend_of_pallas_while_jax_has_it(monkeypatch, found):
+def raise_error(error):
+    raise error
+
+
+GONE = [
+    None,
+    ModuleNotFoundError("No module named 'jax.experimental.pallas.triton'"),
+    AttributeError("jax.experimental.pallas.triton has been removed"),
+]
+"""What jax does where it has the backend, and where it has it no longer."""
+
+
+@pytest.mark.parametrize("gone", GONE, ids=["there", "no module", "what is left raises"])
+def test_the_default_is_the_backend_of_pallas_while_jax_has_it(monkeypatch, gone):
     monkeypatch.delenv(triton_lowering.LOWERING_VARIABLE, raising=False)
-    if found == "ir":
-        monkeypatch.setattr(triton_lowering.importlib.util, "find_spec", lambda name: None)
-    assert triton_lowering._of_process.__wrapped__() == found
+    if gone:
+        monkeypatch.setattr(triton_lowering.importlib, "import_module", lambda _: raise_error(gone))
+    assert triton_lowering._of_process.__wrapped__() == ("ir" if gone else "pallas")
+
+
+@pytest.mark.parametrize("ask", [triton_lowering.operations, triton_lowering.compiler_params])
+def test_who_asks_for_a_backend_that_is_gone_is_told_what_to_choose(monkeypatch, ask):
+    monkeypatch.setattr(triton_lowering.importlib, "import_module", lambda _: raise_error(GONE[1]))
+    told = r"lowering pallas \(PALLAS_KERNELS_TRITON.*jax 0\..* lacks; choose ir or ptx"
+    with triton_lowering.use_lowering("pallas"), pytest.raises(ModuleNotFoundError, match=told):
+        ask(4) if ask is triton_lowering.compiler_params else ask()
 
 
 def test_the_environment_names_a_lowering(monkeypatch):
@@ -327,7 +356,7 @@ def test_a_lowering_is_chosen_by_name():
     with triton_lowering.use_lowering("ir"):
         assert triton_lowering.lowering() == "ir"
         assert triton_lowering.compiler_params(4).launch == "ir"
-    assert triton_lowering.lowering() == "pallas"
+    assert triton_lowering.lowering() != "ir"
     with (
         pytest.raises(ValueError, match=r"name must be one of .*'ptx'.*, got 'cuda'"),
         triton_lowering.use_lowering("cuda"),
@@ -335,10 +364,17 @@ def test_a_lowering_is_chosen_by_name():
         pass
 
 
-@pytest.mark.parametrize("name", ["add", "argmin", "tl", "libdevice", "lambda", "addition"])
-def test_a_kernel_may_have_a_name_that_its_module_needs(name):
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        (name, name + "_")
+        for name in ("add", "argmin", "tl", "libdevice", "lambda", "float", "range")
+    ]
+    + [("addition", "addition"), ("sin.cos", "sin_cos"), ("in place", "in_place")],
+)
+def test_a_kernel_may_have_a_name_that_its_module_needs(name, written):
     found = source.translate(trace(lambda x: jnp.sum(x, axis=0), UNITS), name=name, grid=(1,))
-    assert found.name == (name if name == "addition" else name + "_")
+    assert found.name == written
     defined = [line for line in found.text.splitlines() if line.startswith("def ")]
     assert len(defined) == len(set(defined)) == 6  # five functions of reductions, and it
     assert f"def {found.name}(p0, p1):" in defined

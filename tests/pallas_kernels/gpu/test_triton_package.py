@@ -1,6 +1,5 @@
 """Threads that lower kernels at once take the package `triton` in turns."""
 
-import contextlib
 import sys
 import threading
 import types
@@ -48,27 +47,43 @@ def test_threads_find_whole_modules(names, tmp_path, monkeypatch):
             sys.modules.pop(name, None)
 
 
-def test_lines_are_left_out_until_the_last_thread_has_compiled(monkeypatch):
-    """And then they are what they were."""
+@pytest.mark.parametrize("before", [None, False, True])
+def test_lines_are_left_out_until_the_last_thread_has_compiled(before, monkeypatch):
+    """And then they are what they were; the environment is never asked to say so."""
+    written = []
 
-    class Knobs(types.SimpleNamespace):
-        @contextlib.contextmanager
-        def scope(self):
-            before = self.disable_line_info
-            yield
-            self.disable_line_info = before
+    class Options:
+        """As of Triton: an option that is not set is the environment's, and setting it tells it."""
 
-    knobs = Knobs(disable_line_info=False)
-    monkeypatch.setattr(package, "load", lambda _: types.SimpleNamespace(compilation=knobs))
+        @property
+        def disable_line_info(self):
+            return vars(self).get("disable_line_info", False)
+
+        @disable_line_info.setter
+        def disable_line_info(self, value):
+            vars(self)["disable_line_info"] = value
+            written.append(knobs.propagate_env)
+
+        @disable_line_info.deleter
+        def disable_line_info(self):
+            vars(self).pop("disable_line_info")
+
+    knobs = types.SimpleNamespace(compilation=Options(), propagate_env=True)
+    if before is not None:
+        vars(knobs.compilation)["disable_line_info"] = before
+    monkeypatch.setattr(package, "load", lambda _: knobs)
     first, second = package.without_line_info(), package.without_line_info()
-    seen = [knobs.disable_line_info]
+    seen = []
     for change in (
         first.__enter__, second.__enter__, lambda: first.__exit__(None, None, None),
         lambda: second.__exit__(None, None, None),
     ):  # fmt: skip
         change()
-        seen.append(knobs.disable_line_info)
-    assert seen == [False, True, True, True, False]
+        seen.append(knobs.compilation.disable_line_info)
+    assert seen == [True, True, True, bool(before)]
+    assert vars(knobs.compilation).get("disable_line_info") is before
     with pytest.raises(KeyError), package.without_line_info():
         raise KeyError
-    assert not knobs.disable_line_info
+    assert vars(knobs.compilation).get("disable_line_info") is before
+    assert knobs.propagate_env
+    assert not any(written)
