@@ -116,6 +116,9 @@ def main():
     if reason := aot.unavailable():
         parser.error(reason)
     os.environ.update(aot.WITHOUT_A_GPU)
+    for name in arguments.only:
+        if not aot.collect(arguments.target, (name,)):
+            parser.error(f"argument --only: no case begins with {name!r}")
     if arguments.lowering != "pallas":
         no_triton_backend.take_away()
     failed = False

@@ -128,7 +128,7 @@ def _refuse_address(name: str) -> None:
 
 
 def _refuse_word(name: str) -> None:
-    """Refuses one word, which is neither a directory nor has an owner, as models on the hub have."""
+    """Refuses a word that is no directory; models on the hub have an owner before their name."""
     if not name.strip() or pathlib.PurePath(name).name != name:
         return
     close = difflib.get_close_matches(name, [SHIPPED])

@@ -53,7 +53,7 @@ print(json.dumps(keys))
 
 def copy_to(folder, *, lines=0):
     """The packages and the cases, with so many comments above all code."""
-    for name in ("dsv4_jax", "pallas_kernels", "tests", "tools"):
+    for name in ("benchmarks", "dsv4_jax", "pallas_kernels", "tests", "tools"):
         shutil.copytree(
             ROOT / name, folder / name, ignore=shutil.ignore_patterns("data", "__pycache__")
         )

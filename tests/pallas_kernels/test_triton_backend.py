@@ -9,7 +9,12 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-BACKENDS = ("jax.experimental.pallas.triton", "jax._src.pallas.triton", "jaxlib.triton")
+BACKENDS = (
+    "jax.experimental.pallas.triton",
+    "jax._src.pallas.triton",
+    "jaxlib.triton",
+    "jax._src.lib.triton",
+)
 ONLY = "pallas_kernels/gpu/triton_pallas.py"
 FOLDERS = ("pallas_kernels", "dsv4_jax", "tests", "tools", "benchmarks", "examples", "docs")
 COMPILES = re.compile(
@@ -31,20 +36,39 @@ except ImportError:
 """
 
 
-def imported(source):
+def imported(tree):
     """Names of all modules that a source imports, and of what it takes from them."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (a.value for a in node.args if isinstance(getattr(a, "value", None), str))
+
+
+def attributes(tree):
+    """Names of what is reached through modules, such as `jax.experimental.pallas.triton.load`."""
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            given = {(a.asname or a.name.split(".")[0]): a for a in node.names}
+            modules |= {k: a.name if a.asname else k for k, a in given.items()}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, _, rest = ast.unparse(node).partition(".")
+            yield f"{modules.get(first, first)}.{rest}"
 
 
 def names_the_backend(source):
-    return "triton" in source and any(
-        f"{name}.".startswith(f"{b}.") for name in imported(source) for b in BACKENDS
-    )
+    if "triton" not in source:
+        return False
+    tree = ast.parse(source)
+    names = {*imported(tree), *attributes(tree)}
+    return any(f"{name}.".startswith(f"{b}.") for name in names for b in BACKENDS)
 
 
 def test_one_module_names_the_backend():
@@ -60,6 +84,11 @@ def test_one_module_names_the_backend():
         "import jax.experimental.pallas.triton",
         "from jax._src.pallas.triton.primitives import load",
         "from jaxlib.triton import dialect",
+        "from jax._src.lib import triton",
+        "importlib.import_module('jax.experimental.pallas.triton')",
+        "from jax.experimental import pallas as pl; pl.triton.load(x)",
+        "import jax.experimental.pallas as pl; pl.triton.load(x)",
+        "import jax; jax.experimental.pallas.triton.load(x)",
     ],
 )
 def test_each_way_of_naming_it_is_seen(line):

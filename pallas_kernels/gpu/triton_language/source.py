@@ -63,12 +63,12 @@ def add(x, y):
 
 @triton.jit
 def maximum(x, y):
-    return tl.maximum(x, y)
+    return tl.maximum(x, y).to(x.dtype)  # which Triton makes f32 of bf16
 
 
 @triton.jit
 def minimum(x, y):
-    return tl.minimum(x, y)
+    return tl.minimum(x, y).to(x.dtype)
 
 
 @triton.jit

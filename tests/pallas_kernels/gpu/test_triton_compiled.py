@@ -31,6 +31,15 @@ def test_cases_of_triton_are_chosen():
     assert lower_all.choose(cases, RECORDED, once=True) == ["a", "d", "e"]
 
 
+def test_a_name_that_no_case_begins_with_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(aot, "unavailable", lambda: "")
+    monkeypatch.setattr(aot, "WITHOUT_A_GPU", {})
+    monkeypatch.setattr(sys, "argv", ["lower_all", "sm_90a", "--only", "write_stream/", "typo"])
+    with pytest.raises(SystemExit, match="2"):
+        lower_all.main()
+    assert "argument --only: no case begins with 'write_stream/'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("asked", slow.all_but(["1"], ["1", ""]))
 def test_where_the_backend_is_gone_only_its_registration_is_there(asked):
     """What is left of it is nothing of jax's own."""

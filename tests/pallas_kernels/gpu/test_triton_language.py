@@ -67,6 +67,10 @@ CASES = {
         lambda x: jnp.where(x > 1.0, x, jnp.bfloat16(-0.0)),
         (FLOATS.astype(jnp.bfloat16),),
     ),
+    "largest and least of two bytes": (
+        lambda x: jnp.max(x, axis=1) - jnp.min(x, axis=1),
+        (FLOATS.astype(jnp.bfloat16),),
+    ),
     "constants of one byte": (
         lambda x: jnp.where(x > 1.0, jnp.float8_e4m3fn(1.5), jnp.float8_e4m3fn(-0.0)),
         (FLOATS,),
