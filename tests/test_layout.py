@@ -3,8 +3,13 @@
 import ast
 import dataclasses
 import functools
+import os
 import pathlib
 import re
+import subprocess
+import sys
+
+import pytest
 
 from dsv4_jax import cache
 from dsv4_jax.bench.gpus import GPUS
@@ -455,3 +460,10 @@ def test_the_tour_of_the_kernels_names_every_op():
     package = ROOT / "pallas_kernels"
     told = ast.get_docstring(ast.parse((package / "__init__.py").read_text()))
     assert {path.parent.name for path in package.glob("*/op.py")} <= set(re.findall(r"\w+", told))
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "tools"])
+def test_what_is_started_by_hand_finds_the_helpers_of_tests(folder):
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", f"import {folder}, helpers"]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)

@@ -139,12 +139,14 @@ def run(url, model, seconds):
     return found | {"answers": counts}
 
 
-def main(command, *arguments):
+def main(command="", *arguments):
     if command == "idle":
         asyncio.run(idle())
     elif command == "load":
         url, model, seconds = arguments
         print(json.dumps(asyncio.run(load_all(url, model, float(seconds)))))
+    elif len(arguments) != 2:
+        sys.exit(__doc__)
     else:
         print(json.dumps(run(command, arguments[0], float(arguments[1]))))
 

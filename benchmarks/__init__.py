@@ -1,0 +1,6 @@
+"""Benchmarks that are started by hand, from the root of the repository."""
+
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests"))  # for `helpers`
