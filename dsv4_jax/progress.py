@@ -24,7 +24,8 @@ class Progress:
     `with Progress(283, unit="tensor", doing="loading") as bar: bar.add()`
 
     Lines come while a unit takes long too. They tell the time that is left by that of the units
-    after the first one, which often compiles what the others run.
+    after the first one, which often compiles what the others run. It falls while a unit is under
+    way, and where that takes longer than all that were to come, no time is told.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Progress:
         """
         self._total, self._unit, self._doing = total, unit, doing
         self._done = self._first_done = 0
-        self._begun = self._first_end = time.monotonic()
+        self._begun = self._first_end = self._last_end = time.monotonic()
         self._compiles = compiles
         self._bar: tqdm | None = None
         self._next_line = self._begun + FIRST_LINE_S
@@ -67,6 +68,8 @@ class Progress:
     def add(self, count: int = 1) -> None:
         """Counts units that are done."""
         self._done += count
+        if count:
+            self._last_end = time.monotonic()
         if not self._first_done:
             self._first_done, self._first_end = self._done, time.monotonic()
         if self._bar is not None:
@@ -93,8 +96,9 @@ class Progress:
                 text = f"{self._doing}: "
             text += f"{now - self._begun:.0f} s"
             if self._first_done < self._done < self._total:
-                pace = (now - self._first_end) / (self._done - self._first_done)
-                text += f", some {pace * (self._total - self._done):.0f} s left"
+                pace = (self._last_end - self._first_end) / (self._done - self._first_done)
+                left = pace * (self._total - self._done) - (now - self._last_end)
+                text += f", some {left:.0f} s left" if left > 0 else ""
             say(text)
 
     def _tick(self) -> None:

@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         nargs=2,
         metavar=("A", "B"),
-        help="two ideas: none, a cache format, or module:name of an Idea or a selector; if not "
-        "given, no two are compared",
+        help="two ideas: none, a cache format, or module:name of an Idea or a selector; sweep "
+        "takes more; if not given, no two are compared",
     )
     one = parser.add_argument_group("one idea, compared with none")
     one.add_argument(

@@ -17,7 +17,7 @@ from dsv4_jax.rules import UNITS, Bytes
 
 _MAX_LISTED = 64
 _WITH_UNIT = re.compile(r"([0-9]{1,15})([A-Za-z]{1,3})")
-_THOUSANDS = {"K": 2**10, "M": 2**20}
+_THOUSANDS = {"K": 2**10, "k": 2**10, "M": 2**20}
 """As lengths of contexts are told: 128K tokens are 131,072."""
 
 

@@ -51,7 +51,23 @@ def test_the_first_unit_may_compile_and_is_no_measure_of_the_others(clock, capsy
     assert capsys.readouterr().err.splitlines() == [
         "loss: compiling, 30 s",
         "loss: 1 of 20 rows after 60 s",
-        "loss: 8 of 20 rows after 75 s, some 26 s left",
+        "loss: 8 of 20 rows after 75 s, some 23 s left",
+    ]
+
+
+def test_the_time_that_is_left_falls_while_a_unit_takes_long(clock, capsys):
+    """And none is told where it takes longer than all were expected to."""
+    with progress.Progress(5, unit="cell", doing="sweep") as bar:
+        for count, seconds in ((1, 10), (1, 20), (0, 15), (0, 15), (0, 15), (0, 16), (1, 0)):
+            clock[0] += seconds
+            bar.add(count)
+    assert capsys.readouterr().err.splitlines() == [
+        "sweep: 1 of 5 cells after 10 s",
+        "sweep: 2 of 5 cells after 30 s, some 60 s left",
+        "sweep: 2 of 5 cells after 45 s, some 45 s left",
+        "sweep: 2 of 5 cells after 60 s, some 30 s left",
+        "sweep: 2 of 5 cells after 75 s, some 15 s left",
+        "sweep: 2 of 5 cells after 91 s",
     ]
 
 
