@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+import re
 import sys
 from typing import Any, NoReturn
 
@@ -32,6 +33,7 @@ ELSEWHERE = {
 """By options of vLLM, SGLang and clients: those of ours, of which a command has one or none."""
 
 _UNKNOWN = "unrecognized arguments: "
+_NO_CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
@@ -109,6 +111,9 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(_UNKNOWN):
             hints = map(self._hint, message.removeprefix(_UNKNOWN).split(" "))
             message = "; ".join([message, *filter(None, hints)])
+        if found := _NO_CHOICE.search(message):
+            near = difflib.get_close_matches(found[1], re.findall(r"[\w.-]+", found[2]), n=1)
+            message += f"; did you mean {near[0]}?" if near else ""
         raise UsageError(f"{self.prog}: {message}")
 
 

@@ -57,7 +57,7 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
             f"--model-shards {model}"
         )
     if placed.missing_bytes:
-        _print_refusal(args.config, placed, fitting_meshes(place_model))
+        _print_refusal(args.config, placed, fitting_meshes(place_model), gpus)
         return False
     fitting, request = placed.requests(args.context), placed.request_bytes(args.context)
     fits = _print_answer(args, placed, gpus)
@@ -86,9 +86,7 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
 
 def _print_answer(args: argparse.Namespace, placed: Placement, gpus: Gpus) -> bool:
     """Prints whether all requests fit, and if not, what would; and says it."""
-    count, most = placed.data * placed.model, placed.data * placed.requests(args.context)
-    where = f"{count} GPU(s) of {placed.gpu_bytes / _GIB:,.1f} GiB" if gpus.kind is None else ""
-    where = where or f"{gpus.kind}x{count}"
+    most, where = placed.data * placed.requests(args.context), _where(placed, gpus)
     asked = f"{args.requests:,} request(s) of {args.context:,} tokens"
     if args.requests <= most:
         print(f"fits {where}: {asked}; at most {most:,} would fit")
@@ -99,6 +97,14 @@ def _print_answer(args: argparse.Namespace, placed: Placement, gpus: Gpus) -> bo
     print(f"does not fit {where}: {asked}; at most {most:,} would fit")
     print(f"what would: {', '.join(would) or 'more GPUs'}")
     return False
+
+
+def _where(placed: Placement, gpus: Gpus) -> str:
+    """The GPUs of a mesh, as `--gpu` takes them, or how many of which memory."""
+    count = placed.data * placed.model
+    if gpus.kind is None:
+        return f"{count} GPU(s) of {placed.gpu_bytes / _GIB:,.1f} GiB"
+    return f"{gpus.kind}x{count}"
 
 
 def print_weights(families: dict[str, dict[str, int]], title: str) -> int:
@@ -223,13 +229,15 @@ def _roomiest(meshes: list[Placement], gpus: Gpus, context: int) -> Placement:
     return max(meshes, key=lambda p: (p.data * p.requests(context), -p.missing_bytes))
 
 
-def _print_refusal(name: str, placed: Placement, fitting: list[Placement]) -> None:
+def _print_refusal(name: str, placed: Placement, fitting: list[Placement], gpus: Gpus) -> None:
     """Prints why a model does not fit a mesh, and meshes that it does fit."""
-    found = [mesh_options(other.data, other.model) for other in fitting]
+    where, *others = (
+        f"{_where(one, gpus)} ({mesh_options(one.data, one.model)})" for one in (placed, *fitting)
+    )
     print(
-        f"does not fit {mesh_options(placed.data, placed.model)}: each GPU would hold "
-        f"{placed.weight_bytes / 1e9:,.1f} GB of the weights of {name} and a step takes "
-        f"{placed.workspace_bytes / 1e9:,.1f} GB, {placed.missing_bytes / 1e9:,.1f} GB more than "
-        f"its {placed.gpu_bytes / 1e9:,.1f} GB\n"
-        f"what would: {', '.join(found) or 'no mesh of up to 16 GPUs'}"
+        f"does not fit {where}: each GPU would hold "
+        f"{placed.weight_bytes / _GIB:,.1f} GiB of the weights of {name} and a step takes "
+        f"{placed.workspace_bytes / _GIB:,.1f} GiB, {placed.missing_bytes / _GIB:,.1f} GiB more "
+        f"than its {placed.gpu_bytes / _GIB:,.1f} GiB\n"
+        f"what would: {', '.join(others) or 'no mesh of up to 16 GPUs'}"
     )

@@ -427,6 +427,20 @@ def test_arguments_that_do_not_parse_are_one_line_and_status_2(capsys, arguments
     assert line.startswith(f"dsv4-jax plan: {message}")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["sevre"], "; did you mean serve?"),
+        (["plan", "flash", "--cache-format", "fp8_ue8m"], "; did you mean fp8_ue8m0?"),
+        (["plan", "flash", "--cache-format", "zzz"], "'fp4_e4m3')"),
+    ],
+)
+def test_a_choice_that_is_near_is_named(capsys, arguments, told):
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(told)
+
+
 def test_v41_flash_on_four_cards(plan):
     """deepseek_v41.md sections 3, 9 and 10: bytes of a card, of a token, and of the host."""
     _, text = plan("v41-flash", "--gpu", "h200x4")
@@ -470,19 +484,23 @@ def test_the_released_models_are_planned_by_their_names_on_the_hub_too(plan, tmp
     [
         (
             ["flash", "--data-shards", "1"],
-            r"--data-shards 1 --model-shards 1: each GPU would hold 159\.6 GB .*\n"
-            r"what would: --data-shards 1 --model-shards 2, --data-shards 2 --model-shards 1\n",
+            r"h200x1 \(--data-shards 1 --model-shards 1\): each GPU would hold 148\.6 GiB .*\n"
+            r"what would: h200x2 \(--data-shards 1 --model-shards 2\), h200x2 \(--data-shards 2 "
+            r"--model-shards 1\)\n",
         ),
         (
             ["pro", "--model-shards", "4"],
-            r"--data-shards 1 --model-shards 4: each GPU would hold 218\.9 GB .*\n"
-            "what would: --data-shards 1 --model-shards 8, --data-shards 2 --model-shards 4, .*\n",
+            r"h200x4 \(--data-shards 1 --model-shards 4\): each GPU would hold 203\.9 GiB .*\n"
+            r"what would: h200x8 \(--data-shards 1 --model-shards 8\), h200x8 .*\n",
         ),
-        (["flash", "--gpu", "h200x2", "--weights", "bfloat16"], "--data-shards .* would hold"),
+        (
+            ["flash", "--gpu", "h200x2", "--weights", "bfloat16"],
+            r"h200x2 \(--data-shards .* would hold",
+        ),
         (
             ["v41-flash"],
-            "--data-shards 1 --model-shards 1: .*\nwhat would: --data-shards 1 --model-shards 4, "
-            "--data-shards 2 --model-shards 2, --data-shards 4 --model-shards 1\n",
+            r"h200x1 \(--data-shards 1 --model-shards 1\): .*\nwhat would: h200x4 \(--data-shards "
+            r"1 --model-shards 4\), h200x4 \(--data-shards 2 --model-shards 2\), h200x4 \(.*\)\n",
         ),
         (
             ["flash", "--gpu", "h200x2", "--requests", "1K", "--context", "128K"],
