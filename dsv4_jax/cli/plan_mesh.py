@@ -60,7 +60,7 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
         _print_refusal(args.config, placed, fitting_meshes(place_model), gpus)
         return False
     fitting, request = placed.requests(args.context), placed.request_bytes(args.context)
-    fits = _print_answer(args, placed, gpus)
+    fits = _print_answer(args, placed, gpus, config)
     split = ", cache split over model" if placed.pools.block_parts > 1 else ""
     print(
         f"\n{args.config}, {args.cache_format}: data={data}, model={model}{split}, {data * model} "
@@ -84,12 +84,16 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
     return fits
 
 
-def _print_answer(args: argparse.Namespace, placed: Placement, gpus: Gpus) -> bool:
+def _print_answer(
+    args: argparse.Namespace, placed: Placement, gpus: Gpus, config: DSV4Config
+) -> bool:
     """Prints whether all requests fit, and if not, what would; and says it."""
     most, where = placed.data * placed.requests(args.context), _where(placed, gpus)
     asked = f"{args.requests:,} request(s) of {args.context:,} tokens"
     if args.requests <= most:
-        print(f"fits {where}: {asked}; at most {most:,} would fit")
+        tables = sum(table.num_bytes for table in list_tables(config)) / _GIB
+        host = f", beside {tables:,.2f} GiB of Engram tables in a host's memory" if tables else ""
+        print(f"fits {where}: {asked}; at most {most:,} would fit{host}")
         return True
     would = [f"--requests {most}"] if most else []
     if not most and (longest := placed.longest_context()):

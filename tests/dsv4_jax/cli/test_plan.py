@@ -451,6 +451,7 @@ def test_v41_flash_on_four_cards(plan):
     assert float(million[1]) <= 0.95
     assert "Engram tables: 202,758,032,400 bytes, 188.83 GiB, of each host's memory" in text
     assert "a token reads 12.7 KB of them" in text
+    assert re.match(r"fits .* would fit, beside 188\.83 GiB of Engram tables in a host", text)
     assert re.search(r"requests that fit: \d", text)
     assert "files: 96,085 tensors, 510,286,023,000 bytes" in text
     assert "left out: images: 309 tensors" in text
