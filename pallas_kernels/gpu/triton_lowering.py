@@ -53,28 +53,26 @@ def _of_process() -> Lowering:
                 f"{LOWERING_VARIABLE} must be one of {list(map(str, Lowering))}, got {named!r}"
             )
         return Lowering(named)
-    return Lowering.PALLAS if _backend() is not None else Lowering.IR
+    try:
+        _backend()
+    except ModuleNotFoundError:
+        return Lowering.IR
+    return Lowering.PALLAS
 
 
 def _backend() -> Any:
-    """The module that takes what it needs of Pallas's Triton backend; None where jax has none.
+    """The module that takes what it needs of Pallas's Triton backend.
 
-    What jax leaves in its place may say so with any error.
+    Raises:
+      ModuleNotFoundError: jax has none; what it leaves in its place may say so with any error.
     """
     try:
         return importlib.import_module("pallas_kernels.gpu.triton_pallas")
-    except Exception:
-        return None
-
-
-def _asked_backend() -> Any:
-    backend = _backend()
-    if backend is None:
+    except Exception as error:
         raise ModuleNotFoundError(
             f"the lowering pallas ({LOWERING_VARIABLE}, or use_lowering) needs Pallas's Triton "
             f"backend, which jax {jax.__version__} lacks; choose ir or ptx, or leave it unset"
-        )
-    return backend
+        ) from error
 
 
 @contextlib.contextmanager
@@ -99,7 +97,7 @@ def use_lowering(name: Lowering | str) -> Iterator[None]:
 def compiler_params(num_warps: int, num_stages: int | None = None) -> Any:
     """Those of `pl.pallas_call` by which a kernel is lowered as `lowering` says."""
     if lowering() == Lowering.PALLAS:
-        return _asked_backend().CompilerParams(num_warps=num_warps, num_stages=num_stages)
+        return _backend().CompilerParams(num_warps=num_warps, num_stages=num_stages)
     from pallas_kernels.gpu.triton_language import lowering as translated
 
     return translated.CompilerParams(num_warps, num_stages, str(lowering()))
@@ -108,7 +106,7 @@ def compiler_params(num_warps: int, num_stages: int | None = None) -> Any:
 def operations() -> Any:
     """The module whose primitives the present lowering knows."""
     if lowering() == Lowering.PALLAS:
-        return _asked_backend()
+        return _backend()
     from pallas_kernels.gpu.triton_language import primitives
 
     return primitives
