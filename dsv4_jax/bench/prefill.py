@@ -92,8 +92,8 @@ def bench_prefill(
     for routing in routings:
         routed = with_routing(params, config, routing)
         timing, state = time_calls(
-            functools.partial(calls.run, routed), state, rewind=calls.rewind, max_calls=1,
-            repeats=repeats, limit_s=limit_s,
+            functools.partial(calls.run, routed), calls.run_firsts(routed, state),
+            rewind=calls.rewind, max_calls=1, repeats=repeats, limit_s=limit_s, first_calls=0,
         )  # fmt: skip
         rate = flops / timing.median_s / devices
         experts = expected_experts(config, rows=step_tokens, exponent=LAWS[routing])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -103,6 +104,7 @@ class PromptPlan:
 
 
 type _State = tuple[ModelCache, SnapshotStore | None]
+type _Call = tuple[bool, StepInput | ServeInput]  # whether upper layers rest in it, and its input
 
 
 class PromptCalls:
@@ -208,14 +210,28 @@ class PromptCalls:
 
     def run(self, params: DSV4Params, state: _State) -> _State:
         """Reads the prompt; donates the state."""
+        return self._run(params, state, [(self.rests(n), one) for n, one in enumerate(self.inputs)])
+
+    def _run(self, params: DSV4Params, state: _State, calls: Iterable[_Call]) -> _State:
         cache, store = state
-        for number, one in enumerate(self.inputs):
-            program = self.programs[self.rests(number)].run
+        for rests, one in calls:
+            program = self.programs[rests].run
             if self.is_engines:
                 cache, store, _ = program(params, cache, store, one)
             else:
                 cache, _ = program(params, cache, one)
         return cache, store
+
+    def run_firsts(self, params: DSV4Params, state: _State) -> _State:
+        """Calls each program twice for its first tokens; donates the state.
+
+        What is slow the first time is then over, and no whole prompt was read for it.
+        """
+        for rests in self.programs:
+            first = next(one for n, one in enumerate(self.inputs) if self.rests(n) == rests)
+            for _ in range(2):  # sets up libraries, then graphs of arrays where they stay
+                state = self._run(params, self.rewind(state), [(rests, first)])
+        return state
 
     def rewind(self, state: _State) -> _State:
         """Sets the length to 0; the rings and states of the last prompt are then not read."""

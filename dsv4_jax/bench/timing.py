@@ -57,6 +57,7 @@ def time_calls(
     least_s: float = 0.15,
     repeats: int = 7,
     limit_s: float = math.inf,
+    first_calls: int = 2,
 ) -> tuple[Timing, Any]:
     """Times `state = call(state)`, as one of many calls in a row.
 
@@ -76,11 +77,13 @@ def time_calls(
       least_s: seconds that n calls should take.
       repeats: number of measurements.
       limit_s: no measurement starts later than this after the first.
+      first_calls: calls before the first measurement, which set up libraries, and then graphs of
+        arrays where they stay; 0 where the caller has made them.
 
     Returns:
       The timing, and the state after the last call.
     """
-    for _ in range(2):  # sets up libraries, then graphs of arrays where they stay
+    for _ in range(first_calls):
         _, state = dispatch(call, rewind(state), 1)
     calls, has_host = 1, max_calls > 1 and jax.default_backend() != "cpu"
     if max_calls > 1:

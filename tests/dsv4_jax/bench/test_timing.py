@@ -56,6 +56,11 @@ def test_a_single_call_is_timed_from_its_beginning(rows_of_calls):
     assert rows_of_calls == [1] * 5
 
 
+def test_who_has_made_the_first_calls_says_so(rows_of_calls):
+    timing.time_calls(lambda state: state, 0, max_calls=1, repeats=3, first_calls=0)
+    assert rows_of_calls == [1] * 3
+
+
 def test_time_runs_out(rows_of_calls):
     timing.time_calls(lambda state: state, 0, limit_s=0)
     assert rows_of_calls == [1, 1, 2, 6, 12]  # there is always one measurement
