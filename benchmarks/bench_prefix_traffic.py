@@ -1,11 +1,12 @@
 """Running requests while prefixes move: `python -m benchmarks.bench_prefix_traffic CONFIG`.
 
-Requests decode, and beside them prefixes come back from the host's memory and leave the device
-again, one after the other, so many GB/s at most. Windows of some seconds take turns: nothing moves;
-prefixes come back, and what leaves is on the host already; prefixes come back, and all that leaves
-is copied. Each row of a kind has tokens/s of the running requests beside those of windows in which
-nothing moves, ms of their steps, and GB/s both ways. Who asks for a prefix is not admitted: what
-its prompt adds is no cost of moving it. CONFIG is as for `bench_engine`.
+Requests decode, and beside them prefixes come back from the host's memory, so many GB/s at most.
+They come in turns, and push out of the device what came some prefixes earlier. Windows of some
+seconds take turns: nothing moves; prefixes come back, and what leaves is on the host already;
+prefixes come back, and all that leaves is copied. Each row of a kind has tokens/s of the running
+requests beside those of windows in which nothing moves, ms of their steps, and GB/s both ways. Who
+asks for a prefix is not admitted, and its prompt is hashed before: what a prompt adds is no cost of
+moving its prefix. CONFIG is as for `bench_engine`.
 """
 
 import argparse
@@ -24,12 +25,10 @@ from dsv4_jax.allocator.block_contents import HashedTokens
 from dsv4_jax.cache.packed_rows import row_bytes
 from dsv4_jax.cli.arguments import add_weights
 from dsv4_jax.model.weight_forms import RELEASE_FORMS
-from dsv4_jax.serving.device.page_stores import MOST_STORING_BYTES
 
 KINDS = ("nothing moves", "back", "back and there")
-HASHED, EVICTED, ASKED = 1024, 64, 2
-"""Blocks that are hashed between two steps, and that leave together, while half of what may be on
-its way to the host is free, as when they give way to a long prompt; and prefixes on their way."""
+ASKED, HELD = 2, 3
+"""Prefixes on their way, and those for which the device has room beside the running requests."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,15 +39,16 @@ class Asker:
 
 
 class Mover:
-    """Brings prefixes back and lets them go, in turn; at most `ASKED` are on their way back."""
+    """Asks for prefixes in turn; at most `ASKED` are on their way back."""
 
     def __init__(self, engine, prompts):
-        """Of prompts whose prefixes are on the host."""
-        self._engine, self._host = engine, engine.loop.host
-        (self._manager,) = engine.loop.shards.managers
-        self._prompts, self._ids = itertools.cycle(prompts), itertools.count(10**9)
-        self._askers, self._tokens = {}, None
-        self._leaving = 0  # blocks
+        """Of more than `HELD` prompts, whose prefixes are on the host."""
+        self._host, self._ids = engine.loop.host, itertools.count(10**9)
+        hashed = [HashedTokens(np.array(prompt, np.int32), b"", BLOCK) for prompt in prompts]
+        for tokens in hashed:
+            tokens.upto(len(tokens) // BLOCK)
+        self._prompts = itertools.cycle(hashed)
+        self._askers = {}
         self.brought = 0  # prefixes
 
     def move(self, *, begins, copies):
@@ -56,38 +56,22 @@ class Mover:
 
         With `copies` the host forgets what has come, so that it is copied when it leaves.
         """
-        while self._leaving and self.under_way_bytes < MOST_STORING_BYTES / 2:
-            count = min(EVICTED, self._leaving)
-            self._manager.evict(count)
-            self._host.keep()
-            self._leaving -= count
         for asker in [one for one in self._askers if not self._host.is_fetching(one)]:
             tokens = self._askers.pop(asker)
             self._host.forget(asker)
-            self._leaving += tokens.num_blocks
             self.brought += 1
             if copies:
                 forget(self._host.tier, tokens)
-        if len(self._askers) == ASKED or not (begins or self._tokens):
-            return
-        if self._tokens is None:
-            self._tokens = HashedTokens(np.array(next(self._prompts), np.int32), b"", BLOCK)
-        if self._tokens.hash_more(HASHED):
-            asker = Asker(next(self._ids))
-            if self._host.begin(asker, 0, self._tokens, len(self._tokens)):
-                self._askers[asker] = self._tokens
+        if begins and len(self._askers) < ASKED:
+            tokens, asker = next(self._prompts), Asker(next(self._ids))
+            if self._host.begin(asker, 0, tokens, len(tokens)):
+                self._askers[asker] = tokens
             else:  # its copies have not all come to the host
                 self._host.forget(asker)
-            self._tokens = None
-
-    @property
-    def under_way_bytes(self):
-        """On their way to the host."""
-        return self._host.stores.begun_bytes
 
     def rests(self):
         """Whether nothing is on its way."""
-        return not (self._askers or self._tokens or self._leaving or self.under_way_bytes)
+        return not (self._askers or self._host.stores.begun_bytes)
 
 
 def forget(tier, tokens):
@@ -134,7 +118,7 @@ def build(config, params, args, requests):
     engine = ds.Engine(
         config, params, max_requests=requests, max_context_tokens=context, grammars=False,
         prefill_tokens=(max(64, 4 * requests),), num_snapshots=max(64, 4 * requests),
-        num_blocks=held + 3 * prefix + requests, host_cache_bytes=args.host_cache,
+        num_blocks=held + HELD * prefix + requests, host_cache_bytes=args.host_cache,
     )  # fmt: skip
     begun = time.perf_counter()
     engine.warmup()
@@ -217,7 +201,7 @@ class Args:
     """Of a run, as `main` reads them."""
 
     tokens: int = 102_400
-    prefixes: int = 3
+    prefixes: int = 5
     gb_s: float = 20.0
     seconds: float = 2.0
     warm_seconds: float = 1.0
