@@ -76,6 +76,7 @@ def whole_block(params, anchors, positions, entries, *, config):
 jit_propose = jax.jit(propose_block, static_argnames="config")
 
 
+@pytest.mark.slow
 def test_blocks_on_rings_are_those_of_whole_sequences(params, cache):
     """Each row draws what the trunk would draw from the same logits at the position it guesses."""
     rng, rows = np.random.default_rng(1), len(SLOTS)

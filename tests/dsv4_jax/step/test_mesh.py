@@ -39,7 +39,7 @@ def specs(config, *sizes, weights="bfloat16", stacked=True):
     }
 
 
-@pytest.mark.parametrize("mesh", slow.all_but(["2x4"], ["2x4", "1x2"]))
+@pytest.mark.parametrize("mesh", slow.all_but(["2x2"], ["2x2", "2x4", "1x2"]))
 def test_logits_on_a_mesh_are_those_of_one_device(mesh):
     found = on_cpus.run("steps", mesh)[mesh]
     assert found["logits_off"] < TOLERANCE
