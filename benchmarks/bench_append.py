@@ -10,6 +10,7 @@ with a baseline do too; other rows include them, as a step does. Also times `enc
 """
 
 import functools
+import math
 import sys
 
 import jax
@@ -18,11 +19,24 @@ import numpy as np
 
 import pallas_kernels as pk
 from benchmarks import baselines, draws, layer_calls, vllm_compressor
-from benchmarks.layer_calls import EPS, FORMAT, IC, INDEX_HEADS, WINDOW, C
+from benchmarks.cases.cache import (
+    BATCHES,
+    BATCHES_WITH_INDEX,
+    COMPRESSION_RATIO,
+    EPS,
+    HEADS,
+    IC,
+    INDEX_HEADS,
+    LAYERS,
+    PROMPT,
+    TOKENS,
+    WINDOW,
+    C,
+    state_shape,
+)
+from benchmarks.layer_calls import FORMAT
 from dsv4_jax.bench import compare, timing
 
-BATCHES = [1, 8, 64, 256]
-LAYERS = {"decode": 20, "prefill": 4}
 BASELINE = "vLLM insert + save + compress"
 
 
@@ -39,17 +53,17 @@ def main():
     ]
     cases += [
         decode_case("csa", batch, "all", bandwidth, index_heads=INDEX_HEADS)
-        for batch in (1, 64, 256)
+        for batch in BATCHES_WITH_INDEX
     ]
-    cases += [encode_case(tokens, bandwidth) for tokens in (64, 8192)]
-    cases += [round_case(tokens, bandwidth) for tokens in (64, 8192)]
-    cases += [append_case(kind, 8192, bandwidth) for kind in ("csa", "hca")]
+    cases += [encode_case(tokens, bandwidth) for tokens in TOKENS]
+    cases += [round_case(tokens, bandwidth) for tokens in TOKENS]
+    cases += [append_case(kind, PROMPT, bandwidth) for kind in ("csa", "hca")]
     return compare.measure(cases, args.results)
 
 
 def decode_case(kind, batch, closing, bandwidth, folder=None, library=None, index_heads=0):
     """A decode step's `append_and_flush` of one layer kind."""
-    num_heads = 1 if folder and not library else 64
+    num_heads = 1 if folder and not library else HEADS
     shape = (kind, batch, closing, num_heads, index_heads)
     index = f", {index_heads} index heads" if index_heads else ""
     return compare.Case(
@@ -65,7 +79,7 @@ def decode_case(kind, batch, closing, bandwidth, folder=None, library=None, inde
     )
 
 
-def encode_case(num_tokens, bandwidth, num_heads=64):
+def encode_case(num_tokens, bandwidth, num_heads=HEADS):
     """`encode_tokens` of a call."""
 
     def make():
@@ -122,15 +136,19 @@ def append_case(kind, num_tokens, bandwidth):
     num_tokens, layers = num_tokens - (2 if kind == "hca" else 0), LAYERS["prefill"]
     dims = [dim for dim, _, _ in layer_calls.FAMILIES.values()] if kind == "csa" else []
     num_bytes = 2 * WINDOW * layer_calls.FAMILIES["main"][2]
-    num_bytes += sum(2 * 8 * 16 * dim for dim in dims) if dims else num_tokens % 128 * 8 * C
+    num_bytes += (
+        sum(2 * 8 * math.prod(state_shape(kind, dim=dim)) for dim in dims)
+        if dims
+        else num_tokens % COMPRESSION_RATIO["hca"] * 8 * C
+    )
 
     def make():
         rings = [layer_calls.planes(FORMAT.entry, C, layers, 1, WINDOW)]
         for dim in dims:
-            rings += layer_calls.projections((layers, 1, 8), 2 * dim)
+            rings += layer_calls.states_of(kind, layers, 1, dim=dim)
         new = [layer_calls.projections((num_tokens,), 2 * dim, layers) for dim in dims]
         folded = layer_calls.projections((num_tokens,), C, layers)
-        running = jax.ShapeDtypeStruct((layers, 1, 3, C), jnp.float32)
+        running = jax.ShapeDtypeStruct(state_shape("hca", layers, 1, dim=C), jnp.float32)
         window = layer_calls.planes(FORMAT.entry, C, num_tokens)
         state, window, new, folded = draws.make(
             [(rings, None if dims else running), window, new, None if dims else folded]
@@ -146,7 +164,13 @@ def append_case(kind, num_tokens, bandwidth):
     def append(state, rows, projected, layer):
         rings, running = state
         rings, running = pk.append_tokens(
-            rings, rows, running, projected, call, layer=layer, compression_ratio=128
+            rings,
+            rows,
+            running,
+            projected,
+            call,
+            layer=layer,
+            compression_ratio=COMPRESSION_RATIO["hca"],
         )
         return (list(rings), running), ()
 

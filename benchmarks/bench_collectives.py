@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dsv4_jax as ds
+from benchmarks.cases.collectives import CONTEXT, ROWS
 from dsv4_jax import collectives as dm
 from dsv4_jax.bench.floor import COLLECTIVE_S, LINK_BANDWIDTH, split_collectives, step_collectives
 from dsv4_jax.bench.profile import read_events
@@ -35,9 +36,7 @@ from dsv4_jax.bench.timing import time_calls
 from dsv4_jax.mesh import BY_DEVICE
 from dsv4_jax.peers import make_peer_buffers, using
 
-ROWS = (1, 8, 64, 256)
 TURNS = 32
-CONTEXT = 1_048_576
 _COLLECTIVE = re.compile(r"nccl|peers|all.?reduce|all.?gather|reduce.?scatter|all.?to.?all", re.I)
 
 

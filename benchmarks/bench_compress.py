@@ -10,6 +10,7 @@ import functools
 import sys
 
 from benchmarks import baselines, layer_calls, vllm_compressor
+from benchmarks.cases.cache import FLUSHED, LAYERS
 from dsv4_jax.bench import compare, timing
 
 CASES = [
@@ -20,9 +21,8 @@ CASES = [
         ("csa", ("main", "index")),
         ("hca", ("main",)),
     )
-    for tokens in (8192, 32768)
+    for tokens in FLUSHED
 ]
-LAYERS = 4
 LAUNCH_US = 3.0
 BASELINE = "vLLM save + compress (Triton)"
 
@@ -41,7 +41,7 @@ def case(kind, families, tokens, bandwidth, folder):
         f"flush_{kind} {' + '.join(families)}",
         f"{tokens} tokens of one request",
         functools.partial(layer_calls.flush, kind=kind, families=families),
-        lambda: layer_calls.flush_case(kind, families, tokens, layers=LAYERS),
+        lambda: layer_calls.flush_case(kind, families, tokens, layers=LAYERS["prefill"]),
         roofline_us=LAUNCH_US + num_bytes / bandwidth * 1e6,
         baseline=BASELINE if folder else None,
         baseline_us=(lambda: vllm_compressor.load(folder).prefill_us(kind, families, tokens))

@@ -14,16 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import baselines
+from benchmarks.cases.tokens import DRAWN, DRAWN_CONTEXT, VOCAB
 from dsv4_jax.bench import compare, loops, timing
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks, draw
 from dsv4_jax.step.sampling import MAX_LOGIT_BIAS, SamplingParams, stack_sampling
 from dsv4_jax.step.settings_size import count_entries, mask_words
 from pallas_kernels import limit_tokens
 
-VOCAB = 129_280
-ROWS = (1, 8, 64, 256)
 SPREAD = 2.5
-CONTEXT = 8192
 SORT, SEARCH = "XLA, by a sort", "XLA, bit by bit"
 _SIMPLE = SamplingParams(temperature=1.0)
 _ASKING = SamplingParams(
@@ -39,9 +37,9 @@ _ASKING = SamplingParams(
 def main():
     args = baselines.make_parser(__doc__).parse_args()
     bandwidth = timing.copy_bandwidth()
-    cases = [limit_case(rows, bandwidth) for rows in ROWS]
+    cases = [limit_case(rows, bandwidth) for rows in DRAWN]
     for name, asked in (("simple", [_SIMPLE]), ("one asks", [_ASKING]), ("all ask", None)):
-        cases += [draw_case(rows, name, asked, bandwidth) for rows in ROWS]
+        cases += [draw_case(rows, name, asked, bandwidth) for rows in DRAWN]
     return compare.measure(cases, args.results)
 
 
@@ -105,7 +103,7 @@ def draw_inputs(rows, asked):
     if all(each.is_simple for each in asking):
         settings = sampling.simplified(), jnp.full((rows, 1), 1000, jnp.int32), None, None
         return [(each, *settings) for each in random_logits(rows)]
-    entries = np.full((3, count_entries(VOCAB, rows, CONTEXT)), -1, np.int32)
+    entries = np.full((3, count_entries(VOCAB, rows, DRAWN_CONTEXT)), -1, np.int32)
     entries[:, :100] = np.zeros(100), np.arange(100), np.ones(100)
     counts = DrawnCounts(**dict(zip(("rows", "token_ids", "counts"), entries, strict=True)))
     bits = jnp.full((rows, 1, mask_words(VOCAB)), 0xFFFFFFFE, jnp.uint32)

@@ -11,14 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import draws
+from benchmarks.cases.cache import (
+    ALL_HCA,
+    BLOCK_TOKENS,
+    COMPRESSION_RATIO,
+    ROPE,
+    SELECTED,
+    WINDOW,
+    C,
+)
 from dsv4_jax.bench import compare, loops, timing
 from helpers import gather_cases as cases
 from helpers.calls import make_call
 from pallas_kernels import LayerPlanes
 
 NUM_LAYERS = 2
-SELECTED = [(1, 16384), (32, 16384), (512, 16384), (512, 1 << 17), (1024, 16384)]
-ALL_HCA = [32, 1024, 8192]
 NUM_INPUTS = 4
 KERNEL = "triton_gpu"
 BASELINE = "the reference through XLA"
@@ -31,7 +38,7 @@ def main():
     bandwidth = timing.copy_bandwidth()
     print(f"copy {bandwidth / 1e12:.2f} TB/s")
     rows = [("csa", num_selected, context) for num_selected, context in SELECTED]
-    rows += [("hca", n, n * cases.BLOCK_TOKENS) for n in ALL_HCA]
+    rows += [("hca", n, n * BLOCK_TOKENS) for n in ALL_HCA]
     measured = [entries_case(*row, bandwidth) for row in rows]
     return compare.measure([*measured, window_case(bandwidth)], args.results)
 
@@ -41,7 +48,7 @@ def entries_case(family, num_selected, context_tokens, bandwidth):
     specs = cases.entries_specs(family, num_selected, NUM_LAYERS, context_tokens)
     pool, call, index = specs
     table, requests = call.block_table, call.segment_ids
-    num_entries = context_tokens // cases.COMPRESSION_RATIOS[family]
+    num_entries = context_tokens // COMPRESSION_RATIO[family]
 
     def make():
         rng = np.random.default_rng(0)
@@ -83,10 +90,10 @@ def window_case(bandwidth):
 
     return compare.Case(
         "gather_window",
-        f"{slots.size} x {cases.WINDOW} tokens",
+        f"{slots.size} x {WINDOW} tokens",
         functools.partial(cases.dense_window, backend=KERNEL),
         make,
-        roofline_us=slots.size * cases.WINDOW * bytes_moved() / bandwidth * 1e6,
+        roofline_us=slots.size * WINDOW * bytes_moved() / bandwidth * 1e6,
         baseline=BASELINE,
         baseline_us=functools.partial(reference_us, cases.dense_window, make),
     )
@@ -100,8 +107,8 @@ def reference_us(function, make):
 
 def bytes_moved():
     """Bytes per vector: planes and an index are read, bf16 and a flag are written."""
-    stored = cases.CODEC.plane_shapes(cases.DIM, cases.ROPE).values()
-    return sum(s.size * s.dtype.itemsize for s in stored) + 2 * cases.DIM + 4 + 1
+    stored = cases.CODEC.plane_shapes(C, ROPE).values()
+    return sum(s.size * s.dtype.itemsize for s in stored) + 2 * C + 4 + 1
 
 
 def choose(rng, shape, num_entries):

@@ -16,12 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import draws
+from benchmarks.cases.cache import MOVED, MOVED_AMONG
 from dsv4_jax.bench import compare, loops, timing
 from helpers import row_cases as cases
 from pallas_kernels import pack_rows, sum_rows, unpack_rows
 
-NUM_BLOCKS = 2048
-COUNTS = (1, 4, 16, 64)
 NUM_INPUTS = 4
 KERNEL = "triton_gpu"
 BASELINE = "the reference through XLA"
@@ -35,7 +34,7 @@ def main():
         compare_bits()
     bandwidth = timing.copy_bandwidth()
     print(f"copy {bandwidth / 1e12:.2f} TB/s, of which the last column is a share")
-    wanted = [(op, count, bandwidth) for op in FUNCTIONS for count in COUNTS]
+    wanted = [(op, count, bandwidth) for op in FUNCTIONS for count in MOVED]
     return compare.measure([case(*each, wanted) for each in wanted], args.results)
 
 
@@ -43,7 +42,7 @@ def compare_bits():
     """Of 64 rows, some of which are not there; unpacked to other places, also those of no row."""
     planes = draws.make(_planes())
     rng = np.random.default_rng(0)
-    rows, places = (draws.blocks(rng, NUM_BLOCKS)[:64].copy() for _ in range(2))
+    rows, places = (draws.blocks(rng, MOVED_AMONG)[:64].copy() for _ in range(2))
     rows[[3, 40]], places[[0, 40, 63]] = -1, -1
     found, expected = (
         jax.jit(functools.partial(pack_rows, backend=each))(planes, rows)
@@ -81,7 +80,7 @@ def case(op, count, bandwidth, every):
 
 def moved_bytes(op, count):
     """All that is read, and what is written but for checksums."""
-    return count * cases.FLASH_BLOCK_BYTES * (1 if op == "sum" else 2)
+    return count * cases.WIDTH["blocks"] * (1 if op == "sum" else 2)
 
 
 def reference_us(op, count, bandwidth, every):
@@ -130,12 +129,12 @@ def _unpack(planes, rows, packed, *, backend):
 
 
 def _rows(count):
-    every = draws.blocks(np.random.default_rng(1), NUM_BLOCKS)
+    every = draws.blocks(np.random.default_rng(1), MOVED_AMONG)
     return [jnp.asarray(every[i * count : (i + 1) * count]) for i in range(NUM_INPUTS)]
 
 
 def _packed(count):
-    return draws.Draw((count, cases.FLASH_BLOCK_BYTES), jnp.uint8, among=range(256))
+    return draws.Draw((count, cases.WIDTH["blocks"]), jnp.uint8, among=range(256))
 
 
 def _planes():
@@ -143,7 +142,7 @@ def _planes():
         among = range(256) if plane.dtype == np.uint8 else None
         return draws.Draw(plane.shape, plane.dtype, among=among)
 
-    return [draw(plane) for plane in cases.flash_blocks(NUM_BLOCKS)]
+    return [draw(plane) for plane in cases.FLASH["blocks"](MOVED_AMONG)]
 
 
 FUNCTIONS = {"pack": pack_rows, "unpack": _unpack, "sum": sum_rows}

@@ -29,6 +29,8 @@ import numpy as np
 
 import pallas_kernels as pk
 from benchmarks import bench_many_tokens, layer_calls
+from benchmarks.cases import cache, lowerings
+from benchmarks.cases.tokens import DIM, EXPERTS, JOINED, PICKS, POSITIONS, SCALING, VOCAB
 from dsv4_jax.bench.loops import loop_over
 from dsv4_jax.bench.report import first_line
 from dsv4_jax.bench.results import command_line, describe_device, write_json
@@ -59,10 +61,11 @@ def normal(key, shape, dtype=jnp.float32):
     return jax.random.normal(key, shape, jnp.float32).astype(dtype)
 
 
-def appends(kind):
-    """One layer of a decode step of 64 requests."""
+def appends(kind, batch):
+    """One layer of a decode step of so many requests."""
     function = functools.partial(layer_calls.append_and_flush, kind=kind)
-    return function, lambda: layer_calls.append_and_flush_case(kind, 64, "all", 64, layers=LAYERS)
+    shape = kind, batch, "all", cache.HEADS
+    return function, lambda: layer_calls.append_and_flush_case(*shape, layers=LAYERS)
 
 
 def flushes(kind, num_tokens):
@@ -79,42 +82,42 @@ def form_of_few(rows, tokens):
 
 
 def picks(tokens):
-    """Experts of 256."""
-    function = functools.partial(_pick, count=6)
-    return function, lambda: drawn([((tokens, 256),), ((256,),)], normal)
+    """Flash's experts."""
+    return _pick, lambda: drawn([((tokens, EXPERTS),), ((EXPERTS,),)], normal)
 
 
-def _pick(logits, bias, *, count):
-    return pk.pick_experts(logits, bias=bias, count=count, scaling=1.5, backend="triton_gpu")
+def _pick(logits, bias):
+    static = {"count": PICKS, "scaling": SCALING, "backend": "triton_gpu"}
+    return pk.pick_experts(logits, bias=bias, **static)
 
 
 def logits(tokens):
     """The router's product."""
     function = functools.partial(router_logits, backend="triton_gpu")
-    shapes = [((tokens, 4096), jnp.bfloat16), ((256, 4096), jnp.bfloat16)]
+    shapes = [((tokens, DIM), jnp.bfloat16), ((EXPERTS, DIM), jnp.bfloat16)]
     return function, lambda: drawn(shapes, normal)
 
 
 def projections(tokens):
     """Of V4-Flash's compressors and indexer, with the biases of positions."""
-    widths, dim = (1024, 1024, 256, 256, 64), 4096
-    shapes = [((tokens, dim), jnp.bfloat16), ((tokens,), jnp.int32)]
-    shapes += [((width, dim), jnp.bfloat16) for width in widths]
-    shapes += [((4, width),) for width in widths[:-1]]
+    shapes = [((tokens, DIM), jnp.bfloat16), ((tokens,), jnp.int32)]
+    shapes += [((width, DIM), jnp.bfloat16) for width in JOINED]
+    shapes += [((POSITIONS, width),) for width in JOINED[:-1]]
 
     def function(x, positions, *arrays):
-        weights, biases = list(arrays[: len(widths)]), [*arrays[len(widths) :], None]
+        weights, biases = list(arrays[: len(JOINED)]), [*arrays[len(JOINED) :], None]
         return pk.joined_linears(x, weights, biases, positions, backend="triton_gpu")
 
     return function, lambda: drawn(shapes, normal)
 
 
 def rounds_queries(tokens):
-    """Of 64 index heads."""
+    """Of all index heads."""
     function = functools.partial(
         pk.round_index_queries, codec=layer_calls.FORMAT.index_key, backend="triton_gpu"
     )
-    shapes = [((tokens, 64, 128), jnp.bfloat16), ((32,),), ((tokens,), jnp.int32)]
+    queries = (tokens, cache.INDEX_HEADS, cache.IC), jnp.bfloat16
+    shapes = [queries, ((cache.ROPE // 2,),), ((tokens,), jnp.int32)]
     return function, lambda: drawn(shapes, normal)
 
 
@@ -125,22 +128,24 @@ def limits(rows):
         top_k, top_p = jnp.full(rows, 50, jnp.int32), jnp.full(rows, 0.9, jnp.float32)
         return pk.limit_tokens(scaled, top_k, top_p, backend="triton_gpu")
 
-    return function, lambda: drawn([((rows, 129_280),)], normal)
+    return function, lambda: drawn([((rows, VOCAB),)], normal)
 
 
+OPS = {
+    "hyper_connections": functools.partial(form_of_few, bench_many_tokens.streams_read),
+    "write_streams": functools.partial(form_of_few, bench_many_tokens.streams_written),
+    "pick_experts": picks,
+    "router_logits": logits,
+    "round_index_queries": rounds_queries,
+    "joined_linears": projections,
+    "limit_tokens": limits,
+    "flush hca": functools.partial(flushes, "hca"),
+    "append_and_flush hca": functools.partial(appends, "hca"),
+    "append_and_flush csa": functools.partial(appends, "csa"),
+}
 CASES = {
-    "hyper_connections 1": lambda: form_of_few(bench_many_tokens.streams_read, 1),
-    "hyper_connections 64": lambda: form_of_few(bench_many_tokens.streams_read, 64),
-    "pick_experts 64": lambda: picks(64),
-    "router_logits 64": lambda: logits(64),
-    "append_and_flush hca": lambda: appends("hca"),
-    "round_index_queries 64": lambda: rounds_queries(64),
-    "write_streams 16": lambda: form_of_few(bench_many_tokens.streams_written, 16),
-    "flush hca 256": lambda: flushes("hca", 256),
-    "joined_linears 64": lambda: projections(64),
-    "joined_linears 1": lambda: projections(1),
-    "limit_tokens 8": lambda: limits(8),
-    "append_and_flush csa": lambda: appends("csa"),
+    op if op in lowerings.NAMED_BY_OP else f"{op} {tokens}": functools.partial(OPS[op], tokens)
+    for op, tokens in lowerings.TIMED
 }
 SMALLEST = "hyper_connections 1"
 

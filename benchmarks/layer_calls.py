@@ -6,19 +6,29 @@ import numpy as np
 
 import pallas_kernels as pk
 from benchmarks import draws
+from benchmarks.cases.cache import (
+    BLOCK_TOKENS,
+    COMPRESSION_RATIO,
+    DECODE_LENGTH,
+    ENTRIES_PER_BLOCK,
+    EPS,
+    IC,
+    RELEASED,
+    ROPE,
+    WINDOW,
+    C,
+    state_shape,
+)
 from pallas_kernels import get_cache_format
 from pallas_kernels.compressor import triton_gpu
 from pallas_kernels.compressor.reference import Windows
 
-C, IC, ROPE, INDEX_HEADS, WINDOW, EPS = 512, 128, 64, 64, 128, 1e-6
-FORMAT = get_cache_format("fp8_ue8m0")
-COMPRESSION_RATIO = {"csa": 4, "hca": 128}
+FORMAT = get_cache_format(RELEASED)
 FAMILIES = {
     "main": (C, FORMAT.entry, FORMAT.entry_bytes(C, ROPE)),
     "index": (IC, FORMAT.index_key, FORMAT.index_key_bytes(IC)),
 }
 """Channels, codec and bytes of an entry."""
-DECODE_LENGTH = 2048
 
 
 def planes(codec, dim, *lead):
@@ -32,9 +42,12 @@ def projections(lead, width, count=1):
     return [{name: draws.Draw((*lead, width)) for name in ("values", "scores")}] * count
 
 
-def running_pool(*lead):
-    """HCA's of requests that have read something, for `draws.make`."""
-    return draws.Draw(lead, among=(1.0,))
+def states_of(kind, layers, num_slots, *, dim):
+    """What a compressor keeps of requests that have read something, for `draws.make`."""
+    *lead, width = state_shape(kind, layers, num_slots, dim=dim)
+    if kind == "csa":
+        return projections(lead, width)
+    return [draws.Draw((*lead, width), among=(1.0,))]
 
 
 def frequencies():
@@ -50,7 +63,7 @@ def decode_positions(compression_ratio, batch, closing):
 
 def shuffled_table(positions, batch):
     """i32[B, LB] for tokens at such positions, and how many blocks there are."""
-    logical = int(np.max(positions)) // 128 + 1
+    logical = int(np.max(positions)) // BLOCK_TOKENS + 1
     table = np.random.default_rng(0).permutation(batch * logical).reshape(batch, logical)
     return jnp.asarray(table, jnp.int32), batch * logical
 
@@ -110,11 +123,8 @@ def append_and_flush_case(kind, batch, closing, num_heads, index_heads=0, *, lay
     states, pools, new, norms = [], [], [], []
     for family in decode_families(kind):
         dim, codec, _ = FAMILIES[family]
-        if kind == "csa":
-            states += projections((layers, batch, 2 * compression_ratio), 2 * dim)
-        else:
-            states.append(running_pool(layers, batch, 3, dim))
-        pools.append(planes(codec, dim, layers, num_blocks, 32 if kind == "csa" else 1))
+        states += states_of(kind, layers, batch, dim=dim)
+        pools.append(planes(codec, dim, layers, num_blocks, ENTRIES_PER_BLOCK[kind]))
         new.append(projections((batch,), width * dim, layers))
         norms.append(jnp.asarray(np.ones(dim), jnp.bfloat16))
     made = draws.make(
@@ -200,11 +210,8 @@ def flush_case(kind, families, num_tokens, *, layers):
     pools, states, new, norms = [], [], [], []
     for family in families:
         dim, codec, _ = FAMILIES[family]
-        pools.append(planes(codec, dim, layers, num_blocks, 32 if kind == "csa" else 1))
-        if kind == "csa":
-            states += projections((layers, 1, 2 * compression_ratio), 2 * dim)
-        else:
-            states.append(running_pool(layers, 1, 3, dim))
+        pools.append(planes(codec, dim, layers, num_blocks, ENTRIES_PER_BLOCK[kind]))
+        states += states_of(kind, layers, 1, dim=dim)
         new.append(projections((num_tokens,), width * dim, layers))
         norms.append(jnp.asarray(np.ones(dim), jnp.bfloat16))
     pools, states, new = draws.make((pools, states, new))

@@ -14,19 +14,9 @@ import types
 import numpy as np
 
 from benchmarks import baselines
-from benchmarks.layer_calls import (
-    COMPRESSION_RATIO,
-    DECODE_LENGTH,
-    EPS,
-    IC,
-    ROPE,
-    C,
-    decode_positions,
-)
+from benchmarks.cases.cache import COMPRESSION_RATIO, DECODE_LENGTH, EPS, IC, LAYERS, ROPE, C
+from benchmarks.layer_calls import decode_positions
 from benchmarks.vllm_stand_in import PACKAGE, round_up, stand_in
-
-_LAYERS = 20
-_PREFILL_LAYERS = 4
 
 
 @functools.cache
@@ -58,14 +48,16 @@ class Launches:
         """Microseconds of these compressors for the first tokens of one request."""
         positions = [np.arange(num_tokens)]
         return round(
-            sum(self._compress_us(kind, f, positions, _PREFILL_LAYERS) for f in families), 2
+            sum(self._compress_us(kind, f, positions, LAYERS["prefill"]) for f in families), 2
         )
 
     def decode_us(self, kind, batch, closing, num_heads):
         """Microseconds of the window insert and of each compressor, summed."""
         positions = [p[None] for p in decode_positions(COMPRESSION_RATIO[kind], batch, closing)]
         families = ("main", "index") if kind == "csa" else ("main",)
-        total = sum(self._compress_us(kind, family, positions, _LAYERS) for family in families)
+        total = sum(
+            self._compress_us(kind, family, positions, LAYERS["decode"]) for family in families
+        )
         return round(total + self.insert_us(batch, num_heads), 2)
 
     def _compress_us(self, kind, family, positions, layers):
@@ -82,7 +74,7 @@ class Launches:
         import torch
 
         calls = []
-        for _ in range(_LAYERS):
+        for _ in range(LAYERS["decode"]):
             pages = -(-batch // 64)
             cache = torch.zeros(pages, round_up(64 * 584, 576), dtype=torch.uint8, device="cuda")
             cache = cache[:, : 64 * 584]

@@ -4,10 +4,9 @@ A test module registers cases by exporting
 
     AOT_CASES = [(name, function, specs), (name, function, specs, donate_argnums)]
 
-whose sizes are those of `benchmarks/cases`, if benchmarks of the op have theirs there. `specs` are
-the function's arguments, arrays given as `jax.ShapeDtypeStruct`. A name that ends in "@sm_90a" is
-compiled for that target alone. Mosaic GPU fixes its architecture at the first compilation, so that
-a process compiles for one target.
+whose sizes are those of `benchmarks/cases`. `specs` are the function's arguments, arrays given as
+`jax.ShapeDtypeStruct`. A name that ends in "@sm_90a" is compiled for that target alone. Mosaic GPU
+fixes its architecture at the first compilation, so that a process compiles for one target.
 
     python -m tools.aot sm_90a [--only gather_entries]    prints figures
     python -m tools.aot --record [--only gather_entries]  writes them to tests/data/compiled.json

@@ -5,6 +5,10 @@
     sparse_attention       heads, entries and tokens
     selection              requests, and entries that are scored and selected
     hyper_connections      tokens whose streams are read and written
+    cache                  tokens and entries that are kept, gathered and moved
+    tokens                 rows that are projected, sent to experts, and from which tokens are drawn
+    collectives            rows that devices of a mesh add up and exchange
+    lowerings              calls of Triton kernels that are timed by each lowering
 
 What is timed is a product of lists such as `MATRICES` and `ROWS`. What is compiled are single calls
 in lists that begin with `COMPILED`, since a compiler takes seconds for each. Sizes are those of a

@@ -260,22 +260,6 @@ def differing_share(codec, actual, expected, dim):
     return np.inf if np.any(difference > allowed) else float(np.mean(a != b))
 
 
-def call_specs(num_tokens, num_rows, *, num_logical=2048):
-    """`CallIndices` of shapes alone, to compile for; rows are of one size."""
-
-    def i32(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-    per_token = ("segment_ids", "slots", "positions", "lengths")
-    per_row = ("row_slots", "row_lengths", "row_counts", "row_offsets")
-    return pk.CallIndices(
-        **{name: i32(num_tokens) for name in per_token},
-        **{name: i32(num_rows) for name in per_row},
-        block_table=i32(num_rows, num_logical),
-        max_row_tokens=num_tokens // num_rows,
-    )
-
-
 CUTS = ([13, 20, 1, 5], [30], [4, 1, 1, 9])
 LENGTHS = [sum(cut) for cut in CUTS]
 

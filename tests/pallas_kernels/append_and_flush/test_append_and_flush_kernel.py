@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
-from helpers import inputs, slow
+from benchmarks.cases import cache as cases
+from helpers import cache_specs, inputs, slow
 from helpers.layer_cases import (
     COMPRESSION_RATIOS,
     EPS,
@@ -22,7 +23,6 @@ from helpers.layer_cases import (
     C,
     assert_index_queries_alike,
     assert_stored_alike,
-    call_specs,
     differing_share,
     draw_histories,
     draw_norms,
@@ -311,18 +311,10 @@ def test_a_running_pool_has_no_other_compressor_beside_it():
         pk.append_and_flush(**arguments | {"compressors": [hca, *arguments["compressors"]]})
 
 
-def _planes(codec, dim, *lead):
-    shapes = codec.plane_shapes(dim, 64)
-    return {name: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype) for name, s in shapes.items()}
-
-
-def _array(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
 def _projected(tokens, heads):
-    bf16 = functools.partial(_array, dtype=jnp.bfloat16)
-    return bf16(tokens, heads, 512), bf16(tokens, 512), bf16(512), _array(32)
+    bf16 = functools.partial(cache_specs.array, dtype=jnp.bfloat16)
+    queries, kv, norm = bf16(tokens, heads, cases.C), bf16(tokens, cases.C), bf16(cases.C)
+    return queries, kv, norm, cache_specs.array(cases.ROPE // 2)
 
 
 def aot_encode(name, tokens, heads):
@@ -333,7 +325,7 @@ def aot_encode(name, tokens, heads):
         norm_rope = pk.NormRope(norm, frequencies, EPS)
         return pk.encode_tokens(queries, kv, norm_rope, positions, codec=codec, backend=KERNEL)
 
-    specs = (*_projected(tokens, heads), _array(tokens, dtype=jnp.int32))
+    specs = (*_projected(tokens, heads), cache_specs.array(tokens, dtype=jnp.int32))
     return f"encode_tokens {name} {tokens} tokens {heads} heads", encode_tokens, specs
 
 
@@ -342,24 +334,22 @@ def aot_append_and_flush(kind, name, tokens, heads):
     fmt = CACHE_FORMATS[name]
     families = {
         "swa": [],
-        "csa": [(512, fmt.entry), (128, fmt.index_key)],
-        "hca": [(512, fmt.entry)],
+        "csa": [(cases.C, fmt.entry), (cases.IC, fmt.index_key)],
+        "hca": [(cases.C, fmt.entry)],
     }
     width = 2 if kind == "csa" else 1
 
-    def both(*shape):
-        return {"values": _array(*shape), "scores": _array(*shape)}
-
     states, new, pools, norms, codecs = [], [], [], [], []
     for dim, codec in families[kind]:
-        states.append(both(2, 64, 8, 2 * dim) if kind == "csa" else _array(2, 64, 3, dim))
-        new.append(both(tokens, width * dim))
-        pools.append(_planes(codec, dim, 2, 4096, 32 if kind == "csa" else 1))
-        norms.append(_array(dim, dtype=jnp.bfloat16))
+        states.append(cache_specs.state(kind, dim))
+        new.append(cache_specs.both(tokens, width * dim))
+        pools.append(cache_specs.pool(codec, dim, kind))
+        norms.append(cache_specs.array(dim, dtype=jnp.bfloat16))
         codecs.append(codec)
     index = {}
     if kind == "csa":
-        index = {"index_queries": _array(tokens, 64, 128, dtype=jnp.bfloat16)}
+        queries = tokens, cases.INDEX_HEADS, cases.IC
+        index = {"index_queries": cache_specs.array(*queries, dtype=jnp.bfloat16)}
 
     def append(kept, projected, new, norms, call, layer, index):
         ring, states, pools = kept
@@ -367,7 +357,8 @@ def aot_append_and_flush(kind, name, tokens, heads):
         compressors = [
             pk.Compressor(*arrays) for arrays in zip(states, new, norms, pools, codecs, strict=True)
         ]
-        static = {"compression_ratio": 4 if kind == "csa" else 128, "backend": KERNEL}
+        ratio = cases.COMPRESSION_RATIO["csa" if kind == "csa" else "hca"]
+        static = {"compression_ratio": ratio, "backend": KERNEL}
         done = pk.append_and_flush(
             queries,
             kv,
@@ -382,17 +373,14 @@ def aot_append_and_flush(kind, name, tokens, heads):
         updated = (done.ring, list(done.states), list(done.pools))
         return updated, done.queries, done.rows, done.index_queries
 
-    kept = (_planes(fmt.entry, 512, 2, 64, 128), states, pools)
-    call = call_specs(tokens, tokens)
-    layer = _array(dtype=jnp.int32)
+    kept = (cache_specs.ring(fmt.entry), states, pools)
+    call = cache_specs.call(tokens, tokens)
+    layer = cache_specs.array(dtype=jnp.int32)
     specs = (kept, _projected(tokens, heads), new, norms, call, layer, index)
     return f"append_and_flush {kind} {name} {tokens} tokens {heads} heads", append, specs, (0,)
 
 
 AOT_CASES = [
-    aot_encode("fp8_ue8m0", 8192, 64),
-    aot_append_and_flush("swa", "fp8_ue8m0", 64, 64),
-    aot_append_and_flush("csa", "fp8_ue8m0", 64, 64),
-    aot_append_and_flush("csa", "fp8_per_entry", 64, 128),
-    aot_append_and_flush("hca", "fp8_ue8m0", 64, 64),
+    *(aot_encode(*case) for case in cases.COMPILED_ENCODED),
+    *(aot_append_and_flush(*case) for case in cases.COMPILED_APPENDED),
 ]

@@ -10,7 +10,8 @@ import pytest
 from jax.experimental import pallas as pl
 
 import pallas_kernels as pk
-from helpers import layer_cases, slow
+from benchmarks.cases import cache as cases
+from helpers import cache_specs, layer_cases, slow
 from helpers.layer_cases import (
     COMPRESSION_RATIOS,
     CUTS,
@@ -304,38 +305,25 @@ def test_warps_that_no_program_can_have_are_refused(warps, monkeypatch):
         jax.eval_shape(flush, *specs)
 
 
-def _planes(codec, dim, *lead):
-    shapes = codec.plane_shapes(dim, 64)
-    return {name: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype) for name, s in shapes.items()}
+def _closing(kind, tokens, rows):
+    return cache_specs.i32(min(tokens, tokens // cases.COMPRESSION_RATIO[kind] + rows))
 
 
-def _f32(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def _i32(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _both(*shape):
-    return {"values": _f32(*shape), "scores": _f32(*shape)}
-
-
-def aot_csa(name, tokens, rows, dims=(512, 128)):
+def aot_csa(name, tokens, rows, dims=(cases.C, cases.IC)):
     """The kernel of `flush_csa`, of a Flash layer unless told, and its arguments.
 
     The first is donated. Which tokens close a window is given, so that the kernel is all there is.
     """
     codecs = (CACHE_FORMATS[name].entry, CACHE_FORMATS[name].index_key)
     specs = (
-        tuple(_planes(codec, dim, 2, 4096, 32) for codec, dim in zip(codecs, dims, strict=True)),
-        tuple(_both(2, 64, 8, 2 * dim) for dim in dims),
-        tuple(_both(tokens, 2 * dim) for dim in dims),
+        tuple(cache_specs.pool(codec, dim, "csa") for codec, dim in zip(codecs, dims, strict=True)),
+        tuple(cache_specs.state("csa", dim) for dim in dims),
+        tuple(cache_specs.both(tokens, 2 * dim) for dim in dims),
         tuple(jax.ShapeDtypeStruct((dim,), jnp.bfloat16) for dim in dims),
-        _f32(32),
-        layer_cases.call_specs(tokens, rows),
-        _i32(min(tokens, tokens // 4 + rows)),
-        _i32(),
+        cache_specs.array(cases.ROPE // 2),
+        cache_specs.call(tokens, rows),
+        _closing("csa", tokens, rows),
+        cache_specs.i32(),
     )
 
     def flush(pools, states, rows, norms, frequencies, call, closing, layer):
@@ -343,7 +331,9 @@ def aot_csa(name, tokens, rows, dims=(512, 128)):
             pk.Compressor(*arrays)
             for arrays in zip(states, rows, norms, pools, codecs, strict=True)
         ]
-        return triton_gpu.flush_csa(compressors, Windows(call, frequencies, closing, layer, 4, EPS))
+        ratio = cases.COMPRESSION_RATIO["csa"]
+        windows = Windows(call, frequencies, closing, layer, ratio, EPS)
+        return triton_gpu.flush_csa(compressors, windows)
 
     return f"flush_csa {name} {tokens} tokens", flush, specs, (0,)
 
@@ -352,21 +342,21 @@ def aot_hca(name, tokens, rows):
     """The kernel of `flush_hca` likewise."""
     codec = CACHE_FORMATS[name].entry
     specs = (
-        _planes(codec, 512, 2, 4096, 1),
-        _f32(2, 64, 3, 512),
-        _both(tokens, 512),
-        jax.ShapeDtypeStruct((512,), jnp.bfloat16),
-        _f32(32),
-        layer_cases.call_specs(tokens, rows),
-        _i32(min(tokens, tokens // 128 + rows)),
-        _i32(),
+        cache_specs.pool(codec, cases.C, "hca"),
+        cache_specs.state("hca", cases.C),
+        cache_specs.both(tokens, cases.C),
+        jax.ShapeDtypeStruct((cases.C,), jnp.bfloat16),
+        cache_specs.array(cases.ROPE // 2),
+        cache_specs.call(tokens, rows),
+        _closing("hca", tokens, rows),
+        cache_specs.i32(),
     )
 
     def flush(pool, running, rows, norm, frequencies, call, closing, layer):
         compressor = pk.Compressor(running, rows, norm, pool, codec)
-        return triton_gpu.flush_hca(
-            compressor, Windows(call, frequencies, closing, layer, 128, EPS)
-        )
+        ratio = cases.COMPRESSION_RATIO["hca"]
+        windows = Windows(call, frequencies, closing, layer, ratio, EPS)
+        return triton_gpu.flush_hca(compressor, windows)
 
     return f"flush_hca {name} {tokens} tokens", flush, specs, (0,)
 
@@ -374,13 +364,13 @@ def aot_hca(name, tokens, rows):
 def aot_append(kind, name, tokens, rows):
     """`append_tokens` of a CSA or an HCA layer; the rings and the pool, first, are donated."""
     codec = CACHE_FORMATS[name].entry
-    rings, new = [_planes(codec, 512, 2, 64, 128)], [_planes(codec, 512, tokens)]
+    rings, new = [cache_specs.ring(codec)], [cache_specs.planes(codec, cases.C, tokens)]
     running = projections = None
     if kind == "csa":
-        rings += [_both(2, 64, 8, 2 * dim) for dim in (512, 128)]
-        new += [_both(tokens, 2 * dim) for dim in (512, 128)]
+        rings += [cache_specs.state("csa", dim) for dim in (cases.C, cases.IC)]
+        new += [cache_specs.both(tokens, 2 * dim) for dim in (cases.C, cases.IC)]
     else:
-        running, projections = _f32(2, 64, 3, 512), _both(tokens, 512)
+        running, projections = cache_specs.state("hca", cases.C), cache_specs.both(tokens, cases.C)
 
     def append(state, new, projections, call, layer):
         rings, running = state
@@ -391,38 +381,39 @@ def aot_append(kind, name, tokens, rows):
             projections,
             call,
             layer=layer,
-            compression_ratio=128,
+            compression_ratio=cases.COMPRESSION_RATIO["hca"],
             backend=KERNEL,
         )
 
-    specs = ((rings, running), new, projections, layer_cases.call_specs(tokens, rows), _i32())
+    specs = ((rings, running), new, projections, cache_specs.call(tokens, rows), cache_specs.i32())
     return f"append_tokens {kind} {name} {tokens} tokens", append, specs, (0,)
 
 
-def aot_write(name, count, num_blocks):
-    """`flush_write` of entries of 512 dims to blocks of 64; the pool is donated."""
+def aot_write(name, count, layers, blocks, entries_per_block, requests, logical):
+    """`flush_write` of entries to blocks; the pool is donated."""
     codec = CACHE_FORMATS[name].entry
-    shapes = codec.plane_shapes(512, 64).items()
-    pool = {n: jax.ShapeDtypeStruct((3, num_blocks, 64, *s.shape), s.dtype) for n, s in shapes}
-    rows = {n: jax.ShapeDtypeStruct((count, *s.shape), s.dtype) for n, s in shapes}
+    pool = cache_specs.planes(codec, cases.C, layers, blocks, entries_per_block)
+    rows = cache_specs.planes(codec, cases.C, count)
 
     def write(pool, rows, table, segment_ids, numbers, layer):
         return pk.flush_write(
             pool, rows, table, segment_ids, numbers, layer=layer, backend="triton_gpu"
         )
 
-    specs = pool, rows, _i32(64, 1024), _i32(count), _i32(count), _i32()
+    specs = (
+        pool,
+        rows,
+        cache_specs.i32(requests, logical),
+        cache_specs.i32(count),
+        cache_specs.i32(count),
+        cache_specs.i32(),
+    )
     return f"flush_write {name} {count} entries", write, specs, (0,)
 
 
 AOT_CASES = [
-    aot_write("fp4_e4m3", 64, 65536),
-    aot_csa("fp8_ue8m0", 64, 64),
-    aot_csa("fp8_ue8m0_fp8_index", 8192, 1),
-    aot_csa("fp8_per_entry", 64, 64),
-    aot_hca("fp8_ue8m0", 64, 64),
-    aot_hca("fp8_ue8m0", 8192, 1),
-    aot_append("csa", "fp8_ue8m0", 64, 64),
-    aot_append("hca", "fp8_ue8m0", 8192, 1),
+    *(aot_write(*case) for case in cases.COMPILED_WRITTEN),
+    *({"csa": aot_csa, "hca": aot_hca}[kind](*case) for kind, *case in cases.COMPILED_FLUSHED),
+    *(aot_append(*case) for case in cases.COMPILED_APPENDED_ALONE),
 ]
 """Name, function and argument shapes, to compile for each GPU; argument 0 is donated."""

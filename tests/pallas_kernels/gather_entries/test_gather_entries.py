@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+from benchmarks.cases import cache as cases
 from helpers import gather_cases, inputs, slow, token_oracle
 from helpers.calls import make_call
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poison, shuffled_table
@@ -29,10 +30,13 @@ KERNEL = "triton_gpu"
 dense_entries = functools.partial(gather_cases.dense_entries, backend=KERNEL)
 dense_window = functools.partial(gather_cases.dense_window, backend=KERNEL)
 AOT_CASES = [
-    ("selected", dense_entries, gather_cases.entries_specs("csa", 512, 21, 16384)),
-    ("all_hca", dense_entries, gather_cases.entries_specs("hca", 8192, 20, 1 << 20)),
-    ("window", dense_window, gather_cases.window_specs(43)),
-]
+    (
+        name,
+        dense_entries,
+        gather_cases.entries_specs(kind, entries, cases.NUM_LAYERS[kind], context),
+    )
+    for name, kind, entries, context in cases.COMPILED_GATHERED
+] + [("window", dense_window, gather_cases.window_specs(cases.COMPILED_WINDOWS))]
 each_format = pytest.mark.parametrize("name", CACHE_FORMATS)
 
 STATIC = ("dim", "dtype", "backend")

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases import tokens as cases
 from helpers import slow
 from pallas_kernels import joined_linears
-from pallas_kernels.common.weights import BlockFP8, quantize_block_fp8
+from pallas_kernels.common.weights import FP8_BLOCK, BlockFP8, quantize_block_fp8
 
 quantize = jax.jit(quantize_block_fp8, static_argnames=("dtype", "activations", "block"))
 jit_joined_linears = jax.jit(joined_linears, static_argnames=("backend", "dtypes"))
@@ -121,7 +122,7 @@ def test_fp8_weights_are_for_one_or_two_rows(lane):
         joined_linears(x, weights, biases, positions, backend="triton_gpu")
 
 
-def _aot_case(num_rows, dim, is_quantized=False, block=128):
+def _aot_case(num_rows, dim, block):
     def call(x, weights, biases, positions):
         return joined_linears(x, weights, biases, positions, backend="triton_gpu")
 
@@ -134,23 +135,17 @@ def _aot_case(num_rows, dim, is_quantized=False, block=128):
             block=block,
         )
 
-    widths = (1024, 1024, 256, 256, 64)
-    weights = [jax.ShapeDtypeStruct((w, dim), jnp.bfloat16) for w in widths]
-    biases = [jax.ShapeDtypeStruct((4, w), jnp.float32) for w in widths]
+    weights = [jax.ShapeDtypeStruct((w, dim), jnp.bfloat16) for w in cases.JOINED]
+    biases = [jax.ShapeDtypeStruct((cases.POSITIONS, w), jnp.float32) for w in cases.JOINED]
     x = jax.ShapeDtypeStruct((num_rows, dim), jnp.bfloat16)
     positions = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
     biases[-1] = None
-    if is_quantized:
-        weights, biases = [fp8(1024), fp8(512), *weights], [None, None, *biases]
-    name = f"{num_rows}x{dim}{' with fp8' if is_quantized else ''}"
-    name += f" of {block}" if block != 128 else ""
+    name = f"{num_rows}x{dim}"
+    if block:
+        quantized = [fp8(width) for width in cases.JOINED_FP8]
+        weights, biases = [*quantized, *weights], [*[None] * len(quantized), *biases]
+        name += " with fp8" + (f" of {block}" if block != FP8_BLOCK else "")
     return (name, call, [x, weights, biases, positions])
 
 
-AOT_CASES = [
-    _aot_case(1, 4096),
-    _aot_case(8, 7168),
-    _aot_case(64, 4096),
-    _aot_case(1, 4096, is_quantized=True),
-    _aot_case(1, 5120, is_quantized=True, block=32),
-]
+AOT_CASES = [_aot_case(*case) for case in cases.COMPILED_JOINED]

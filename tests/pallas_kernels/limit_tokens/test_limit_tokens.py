@@ -5,27 +5,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases.tokens import COMPILED_LIMITED, VOCAB
 from helpers import slow
 from pallas_kernels.limit_tokens import limit_tokens, reference, triton_gpu
 
 pytestmark = pytest.mark.unoptimised
 
 BACKENDS = ("reference", "triton_gpu")
-V4 = 129_280
 INF, NAN = np.inf, np.nan
 jit_limit = jax.jit(limit_tokens, static_argnames="backend")
 
 AOT_CASES = [
     (
-        f"{num_rows} x {V4}",
+        f"{num_rows} x {VOCAB}",
         functools.partial(limit_tokens, backend="triton_gpu"),
         [
-            jax.ShapeDtypeStruct((num_rows, V4), jnp.float32),
+            jax.ShapeDtypeStruct((num_rows, VOCAB), jnp.float32),
             jax.ShapeDtypeStruct((num_rows,), jnp.int32),
             jax.ShapeDtypeStruct((num_rows,), jnp.float32),
         ],
     )
-    for num_rows in (1, 64)
+    for num_rows in COMPILED_LIMITED
 ]
 
 
@@ -168,8 +168,8 @@ def test_a_row_alone_and_beside_others_has_the_same_limits(lane):
 @pytest.mark.parametrize("num_rows", [1, 7, 8, 64])
 def test_at_the_size_of_the_vocabulary(num_rows):
     """And twenty runs are equal."""
-    rows = np.resize(patterns(V4), (num_rows, V4))
-    every = settings(num_rows, V4)
+    rows = np.resize(patterns(VOCAB), (num_rows, VOCAB))
+    every = settings(num_rows, VOCAB)
     for top_k, top_p in list(zip(*every, strict=True))[:6]:
         given = jnp.asarray(rows), jnp.asarray(top_k), jnp.asarray(top_p)
         first = jit_limit(*given, backend="triton_gpu")

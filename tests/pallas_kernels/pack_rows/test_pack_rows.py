@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+from benchmarks.cases.cache import COMPILED_MOVED, COMPILED_MOVED_AMONG
 from helpers import row_cases, slow
 from helpers.inputs import replace_argument
 from pallas_kernels.pack_rows import pack_rows, reference, sum_rows, triton_gpu, unpack_rows
@@ -35,30 +36,19 @@ def kernel(op):
     return functools.partial(op, backend="triton_gpu")
 
 
-def aot_case(name, op, planes, count, width):
-    rows, packed = (
-        jax.ShapeDtypeStruct((count,), np.int32),
-        jax.ShapeDtypeStruct((count, width), np.uint8),
-    )
-    if op is unpack_rows:
-        return name, kernel(op), [planes, rows, packed], (0,)
-    return name, kernel(op), [planes, rows] if op is pack_rows else [packed]
+def aot_case(op, what, count):
+    planes = row_cases.FLASH[what](COMPILED_MOVED_AMONG[what])
+    rows = jax.ShapeDtypeStruct((count,), np.int32)
+    packed = jax.ShapeDtypeStruct((count, row_cases.WIDTH[what]), np.uint8)
+    function, specs, *donated = {
+        "pack": (pack_rows, [planes, rows]),
+        "unpack": (unpack_rows, [planes, rows, packed], (0,)),
+        "sum": (sum_rows, [packed]),
+    }[op]
+    return f"{op} {count} {what}", kernel(function), specs, *donated
 
 
-BLOCKS, SLOTS = (
-    (row_cases.flash_blocks(16384), row_cases.FLASH_BLOCK_BYTES),
-    (
-        row_cases.flash_slots(256),
-        row_cases.FLASH_SLOT_BYTES,
-    ),
-)
-AOT_CASES = [
-    aot_case("pack 64 blocks", pack_rows, BLOCKS[0], 64, BLOCKS[1]),
-    aot_case("pack 4 slots", pack_rows, SLOTS[0], 4, SLOTS[1]),
-    aot_case("unpack 64 blocks", unpack_rows, BLOCKS[0], 64, BLOCKS[1]),
-    aot_case("unpack 4 slots", unpack_rows, SLOTS[0], 4, SLOTS[1]),
-    aot_case("sum 64 blocks", sum_rows, None, 64, BLOCKS[1]),
-]
+AOT_CASES = [aot_case(*case) for case in COMPILED_MOVED]
 
 
 def draw(name, seed=0, num_places=NUM_PLACES):
@@ -193,8 +183,8 @@ def test_nothing_is_moved_where_there_is_nothing(lane, name):
 @pytest.mark.parametrize(
     ("planes", "groups"),
     [
-        (row_cases.flash_blocks(4), {4, 2}),
-        (row_cases.flash_slots(4), {4}),
+        (row_cases.FLASH["blocks"](4), {4, 2}),
+        (row_cases.FLASH["slots"](4), {4}),
         ([jax.ShapeDtypeStruct(s, np.int32) for s in ((1, 4, 3), (2, 4, 8))], {1}),
         (draw("all groups"), {4, 2, 1}),
     ],
@@ -208,11 +198,10 @@ def test_words_go_in_groups_of_sixteen_bytes_where_they_can(planes, groups):
 
 
 def test_rows_of_the_released_sizes_are_as_wide_as_they_are_said_to_be():
-    widths = [
-        sum(map(reference.plane_bytes, planes))
-        for planes in (row_cases.flash_blocks(2), row_cases.flash_slots(2))
-    ]
-    assert widths == [row_cases.FLASH_BLOCK_BYTES, row_cases.FLASH_SLOT_BYTES]
+    widths = {
+        what: sum(map(reference.plane_bytes, planes(2))) for what, planes in row_cases.FLASH.items()
+    }
+    assert widths == row_cases.WIDTH == {"blocks": 449_824, "slots": 5_132_288}
 
 
 @pytest.mark.gpu
@@ -220,10 +209,9 @@ def test_rows_of_the_released_sizes_are_as_wide_as_they_are_said_to_be():
 @pytest.mark.parametrize("family", ["blocks", "slots"])
 def test_at_the_sizes_of_v4_flash(family, count):
     """Sixteen slots at most; twenty runs give equal bits, and other places stay as they are."""
-    shapes = {"blocks": row_cases.flash_blocks, "slots": row_cases.flash_slots}[family]
     count = min(count, 16) if family == "slots" else count
     rng = np.random.default_rng(count)
-    planes = [jnp.asarray(draw_bits(rng, p.shape, p.dtype)) for p in shapes(80)]
+    planes = [jnp.asarray(draw_bits(rng, p.shape, p.dtype)) for p in row_cases.FLASH[family](80)]
     rows, places = (rng.permutation(80)[:count].astype(np.int32) for _ in range(2))
     rows[1::5], places[2::5] = -1, -1
     expected = jit_pack(planes, rows, backend="reference")

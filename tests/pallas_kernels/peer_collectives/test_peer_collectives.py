@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases.collectives import COMPILED_EXCHANGES, COMPILED_SUMS, SECOND_WIDTH
 from helpers import slow
 from pallas_kernels import gpu_interpreter
 from pallas_kernels.common.pending import SplitSums
@@ -196,7 +197,7 @@ def test_kernels_on_all_meshes_of_the_gpus():
         assert all(differ == 0 and count > 0 for differ, count in rows.values())
 
 
-def _sum_case(devices, parts, size, terms=1, split=0):
+def _sum_case(devices, parts, size, terms, split):
     layout, dtype = PeerLayout(devices), jnp.bfloat16
 
     def call(buffer, *terms):
@@ -213,23 +214,19 @@ def _sum_case(devices, parts, size, terms=1, split=0):
 
 
 def _exchange_case(devices, parts, size, dtype):
-    layout = PeerLayout(devices)
+    layout, dtype = PeerLayout(devices), jnp.dtype(dtype)
 
     def call(buffer, x):
-        return triton_gpu.exchange([x, x[:, :256]], buffer, layout)
+        return triton_gpu.exchange([x, x[:, :SECOND_WIDTH]], buffer, layout)
 
     specs = [
         jax.ShapeDtypeStruct((layout.num_words,), jnp.int32),
         jax.ShapeDtypeStruct((parts, size), dtype),
     ]
-    return (f"exchange of {devices}, {dtype.__name__}[{parts}, {size}]", call, specs)
+    return (f"exchange of {devices}, {dtype.name}[{parts}, {size}]", call, specs)
 
 
 AOT_CASES = [
-    _sum_case(2, 1, 4096, terms=2),
-    _sum_case(4, 4, 64 * 4096),
-    _sum_case(8, 8, 7168),
-    _sum_case(4, 1, 4096, terms=2, split=6),
-    _exchange_case(4, 1, 64 * 4120, jnp.uint16),
-    _exchange_case(8, 8, 16 * 514, jnp.float32),
+    *(_sum_case(*case) for case in COMPILED_SUMS),
+    *(_exchange_case(*case) for case in COMPILED_EXCHANGES),
 ]

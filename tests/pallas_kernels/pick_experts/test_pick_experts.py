@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases import tokens as cases
 from helpers import slow
 from pallas_kernels import pick_experts
 from pallas_kernels.pick_experts import router_logits
@@ -168,19 +169,21 @@ def test_arguments_are_checked():
         router_logits(x.astype(jnp.float32), gate, backend="triton_gpu")
 
 
-def _aot_case(num_tokens, num_experts):
-    def call(logits, bias):
-        return pick_experts(logits, bias=bias, count=6, scaling=1.5, backend="triton_gpu")
+def _picked(logits, bias):
+    return pick_experts(
+        logits, bias=bias, count=cases.PICKS, scaling=cases.SCALING, backend="triton_gpu"
+    )
 
+
+def _aot_case(num_tokens, num_experts):
     specs = [
         jax.ShapeDtypeStruct(s, jnp.float32) for s in ((num_tokens, num_experts), (num_experts,))
     ]
-    return (f"{num_tokens}x{num_experts}", call, specs)
+    return (f"{num_tokens}x{num_experts}", _picked, specs)
 
 
 def _routed(x, gate, bias):
-    logits = router_logits(x, gate, backend="triton_gpu")
-    return pick_experts(logits, bias=bias, count=6, scaling=1.5, backend="triton_gpu")
+    return _picked(router_logits(x, gate, backend="triton_gpu"), bias)
 
 
 def _aot_case_in_parts(num_tokens, num_experts, dim):
@@ -190,8 +193,6 @@ def _aot_case_in_parts(num_tokens, num_experts, dim):
 
 
 AOT_CASES = [
-    _aot_case(1, 256),
-    _aot_case(64, 384),
-    _aot_case_in_parts(8, 256, 4096),
-    _aot_case_in_parts(64, 384, 7168),
+    *(_aot_case(*case) for case in cases.COMPILED_PICKED),
+    *(_aot_case_in_parts(*case) for case in cases.COMPILED_ROUTED),
 ]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+from benchmarks.cases.cache import COMPILED_QUERIES, IC, INDEX_HEADS, ROPE
 from helpers import inputs, slow
 from helpers.layer_cases import KERNEL, assert_index_queries_alike
 from pallas_kernels import CACHE_FORMATS
@@ -19,7 +20,6 @@ pytestmark = [
     pytest.mark.unoptimised,
 ]
 
-IC, ROPE = 128, 64
 FREQUENCIES = 160000.0 ** -(np.arange(ROPE // 2, dtype=np.float32) / np.float32(ROPE // 2))
 POSITIONS = [0, 1, 7, 127, 65_535, 1_000_000]
 KEYS = {"f32": "f32", "bf16": "bf16", "mxfp4": "fp8_ue8m0", "fp8": "fp8_ue8m0_fp8_index"}
@@ -193,7 +193,7 @@ def test_a_hadamard_rotation_needs_a_power_of_two():
         pk.round_index_queries(**arguments | {"codec": codec_of("mxfp4")})
 
 
-def aot_case(key, tokens, heads=64):
+def aot_case(key, tokens, heads=INDEX_HEADS):
     def round_index_queries(*args):
         return pk.round_index_queries(*args, codec=codec_of(key), backend=KERNEL)
 
@@ -205,4 +205,4 @@ def aot_case(key, tokens, heads=64):
     return f"{key} {tokens} tokens {heads} heads", round_index_queries, specs
 
 
-AOT_CASES = [aot_case("mxfp4", 8192), aot_case("fp8", 64), aot_case("nvfp4", 64)]
+AOT_CASES = [aot_case(*case) for case in COMPILED_QUERIES]
