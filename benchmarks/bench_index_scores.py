@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import baselines, bench_topk, draws
-from benchmarks.cases.selection import SHAPES
+from benchmarks.cases.selection import DIM, HEADS, SELECTED, SHAPES
+from benchmarks.cases.selection import ENTRIES_PER_BLOCK as EB
 from dsv4_jax.bench import compare, timing
 from dsv4_jax.bench.roofline import FP8_FLOPS
 from helpers.calls import make_call
@@ -21,7 +22,7 @@ from pallas_kernels.gpu.devices import H200
 from pallas_kernels.index_scores import mosaic_gpu as scores_kernel
 from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
 
-HEADS, DIM, EB, K = 64, 128, 32, 512
+K = SELECTED[0]
 FORMATS = {"MXFP4": "fp8_ue8m0", "FP8": "fp8_ue8m0_fp8_index"}
 BYTES = {"MXFP4": 68, "FP8": 132}
 NUM_INPUTS = 3

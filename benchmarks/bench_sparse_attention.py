@@ -14,7 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import baselines, draws
-from benchmarks.cases.sparse_attention import BATCHES, CSA, DIM, HCA, ROOM, ROPE, WINDOW
+from benchmarks.cases.sparse_attention import (
+    BASELINE_RING,
+    BASELINE_ROOM,
+    BATCHES,
+    CSA,
+    DIM,
+    HCA,
+    ROOM,
+    ROPE,
+    WINDOW,
+)
 from dsv4_jax.bench import compare, timing
 from dsv4_jax.bench.roofline import BF16_FLOPS
 from helpers.calls import make_call
@@ -152,8 +162,8 @@ def load_baseline(library):
         return rows.view(num_pages, page_rows, 1, 584)
 
     def time_us(batch, num_queries, num_heads, num_entries, room=0):
-        context = max(4096, num_entries, room)
-        window, extra = pages(batch, 256), pages(batch * context // 64, 64)
+        context = max(BASELINE_ROOM, num_entries, room)
+        window, extra = pages(batch, BASELINE_RING), pages(batch * context // 64, 64)
         lead = (batch, num_queries)
         first = torch.arange(batch, device="cuda", dtype=torch.int32)[:, None, None]
 
@@ -161,7 +171,7 @@ def load_baseline(library):
             queries = torch.randn(*lead, num_heads, DIM, dtype=torch.bfloat16, **device)
             chosen = [
                 torch.rand(*lead, size, **device).argsort(-1)[..., :count].int() + first * size
-                for size, count in ((256, WINDOW), (context, room or num_entries))
+                for size, count in ((BASELINE_RING, WINDOW), (context, room or num_entries))
             ]
             length = torch.full((batch,), num_entries, dtype=torch.int32, **device)
             length = length if room else None

@@ -1,7 +1,10 @@
-"""The benchmarks' cases, each a row; nothing is timed."""
+"""The benchmarks' cases, each a row, and where their sizes stand; nothing is timed."""
 
+import ast
 import contextlib
 import functools
+import pathlib
+import re
 import sys
 import types
 
@@ -23,6 +26,7 @@ from benchmarks import (
     bench_sparse_attention,
     bench_topk,
 )
+from benchmarks.cases.product import FLASH, PRO, V41
 from dsv4_jax.bench import compare, timing
 from helpers import slow
 
@@ -39,6 +43,107 @@ BENCHMARKS = [
     (bench_topk, 14),
 ]
 QUICK = (bench_compress, bench_draws, bench_topk)
+
+ROOT = pathlib.Path(__file__).parents[1]
+OF_OPS = {"bench_collectives", "bench_compress", "layer_calls"}
+"""Modules of `benchmarks` that time ops, beside those whose kernels they import."""
+NO_SIZES_OF_CALLS = {
+    "BYTES",
+    "_WORKSPACE_BYTES",
+    "TURNS",
+    ("LAYERS", "ROUND_US"),
+    "LIMIT_S",
+    "_ASKING",
+}
+"""What else they assign: bytes, how often a call is repeated, seconds, what requests ask for."""
+MODEL_SIZES = {
+    value
+    for config in (FLASH, PRO, V41)
+    for value in vars(config).values()
+    if type(value) is int and value >= 256
+}
+
+
+def sizes_of(node):
+    """Whole numbers from 8 on."""
+    constants = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
+    return {value for value in constants if type(value) is int and value >= 8}
+
+
+def sizes_of_models(*nodes):
+    """Those that a model has; `range(256)` is all values of a byte."""
+    every = [one for node in nodes for one in ast.walk(node)]
+    called = [one for one in every if isinstance(one, ast.Call)]
+    ranges = [one for one in called if getattr(one.func, "id", None) == "range"]
+    spared = {id(one) for node in ranges for one in ast.walk(node)}
+    numbers = [one for one in every if isinstance(one, ast.Constant) and id(one) not in spared]
+    return {one.value for one in numbers if type(one.value) is int} & MODEL_SIZES
+
+
+def assigned(tree):
+    """{name, or names of a tuple: what a module assigns to it}."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            target = node.targets[0]
+            names = tuple(one.id for one in getattr(target, "elts", ()))
+            found[getattr(target, "id", names)] = node.value
+    return found
+
+
+def what_makes(wanted, tree):
+    """Functions and values of a module that a name in it is made of."""
+    makers = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for name, value in assigned(tree).items():
+        makers |= dict.fromkeys([name] if isinstance(name, str) else name, value)
+    found, asked = {}, [wanted]
+    while asked:
+        if (name := asked.pop()) in makers and name not in found:
+            found[name] = makers[name]
+            asked += [node.id for node in ast.walk(makers[name]) if isinstance(node, ast.Name)]
+    return found.values()
+
+
+def spelt_in_a_benchmark(source):
+    """Sizes that it has of its own."""
+    tree = ast.parse(source)
+    values = [value for name, value in assigned(tree).items() if name not in NO_SIZES_OF_CALLS]
+    return sizes_of_models(tree).union(*map(sizes_of, values))
+
+
+def spelt_in_compiled_cases(source):
+    """Sizes that a test module has of its own for what is compiled."""
+    tree = ast.parse(source)
+    cases = assigned(tree)["AOT_CASES"]
+    return sizes_of(cases) | sizes_of_models(*what_makes("AOT_CASES", tree))
+
+
+def times_an_op(path):
+    has_kernels = re.search(r"^(import|from) pallas_kernels", path.read_text(), re.MULTILINE)
+    return path.stem in OF_OPS or bool(has_kernels and path.stem.startswith("bench_"))
+
+
+def test_calls_that_are_timed_and_those_that_are_compiled_have_one_list_of_sizes():
+    """In `benchmarks/cases`; a number here would be a second one."""
+    benchmarks = [path for path in ROOT.glob("benchmarks/*.py") if times_an_op(path)]
+    assert len(benchmarks) >= 14
+    for path in benchmarks:
+        assert not spelt_in_a_benchmark(path.read_text()), path
+    modules = ROOT.glob("tests/pallas_kernels/*/*.py")
+    having = [path for path in modules if "AOT_CASES" in path.read_text()]
+    assert len({path.parent for path in having}) >= 17
+    for path in having:
+        assert not spelt_in_compiled_cases(path.read_text()), path
+
+
+def test_a_second_list_of_sizes_is_found():
+    assert spelt_in_a_benchmark("A = 7\nB, C = [(1, 9)], 8\nBYTES = 68") == {8, 9}
+    assert spelt_in_a_benchmark("def case(rows):\n    return rows, 4096, range(256)") == {4096}
+    small = "SHAPE = 12, 40\ndef make(n):\n    return n, 64, SHAPE\n"
+    assert not spelt_in_compiled_cases(f"{small}AOT_CASES = [make(n) for n in (1, 7)]")
+    assert spelt_in_compiled_cases(f"{small}AOT_CASES = [make(n) for n in (1, 8)]") == {8}
+    large = "DIM = 7168\ndef inner():\n    return 512\ndef make(n):\n    return DIM, inner()\n"
+    assert spelt_in_compiled_cases(f"{large}AOT_CASES = [make(1)]") == {512, 7168}
 
 
 @pytest.mark.parametrize(

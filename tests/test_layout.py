@@ -270,43 +270,6 @@ def test_what_runs_an_engine_reads_none_of_its_privates():
             assert not INSIDE.findall(path.read_text()), path
 
 
-ROOMS_WITH_CASES = {
-    "benchmarks/bench_block_linear.py": {"block_linear", "product"},
-    "benchmarks/bench_expert_mlp.py": {"expert_mlp"},
-    "benchmarks/bench_sparse_attention.py": {"sparse_attention"},
-    "benchmarks/bench_many_tokens.py": {"hyper_connections", "write_streams"},
-    "benchmarks/bench_index_scores.py": {"index_scores"},
-    "benchmarks/bench_topk.py": {"select_top_k"},
-}
-"""Rooms of tests whose `AOT_CASES` have the sizes of a benchmark."""
-NO_SIZES_OF_CALLS = {"_WORKSPACE_BYTES", "BYTES", ("HEADS", "DIM", "EB", "K")}
-"""What else benchmarks assign: bytes, and what all calls of an op have in common."""
-
-
-def sizes_of(source, *only):
-    """Numbers from 8 on in what a module assigns, to some names or to all that may be sizes."""
-    found = set()
-    for node in ast.parse(source).body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else None
-        name = getattr(target, "id", tuple(one.id for one in getattr(target, "elts", ())))
-        if name and (name in only if only else name not in NO_SIZES_OF_CALLS):
-            constants = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
-            found |= {value for value in constants if type(value) is int and value >= 8}
-    return found
-
-
-def test_calls_that_are_timed_and_those_that_are_compiled_have_one_list_of_sizes():
-    """In `benchmarks/cases`; a number here would be a second one."""
-    assert sizes_of("SMALL = 7\nAOT_CASES = [case(64, n) for n in (1, 8)]", "AOT_CASES") == {8, 64}
-    for benchmark, rooms in ROOMS_WITH_CASES.items():
-        assert not sizes_of((ROOT / benchmark).read_text()), benchmark
-        paths = [path for room in rooms for path in ROOT.glob(f"tests/pallas_kernels/{room}/*.py")]
-        having = [path for path in paths if "AOT_CASES" in path.read_text()]
-        assert having
-        for path in having:
-            assert not sizes_of(path.read_text(), "AOT_CASES"), path
-
-
 def test_meshes_are_driven_by_three_programs():
     """What else is in `tools/meshes` are their parts."""
     paths = ROOT.glob("tools/meshes/*.py")

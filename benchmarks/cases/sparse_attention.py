@@ -1,12 +1,17 @@
 """Calls of `sparse_attention`: heads, entries and tokens."""
 
-DIM, ROPE, WINDOW = 512, 64, 128
+from benchmarks.cases.product import FLASH
+
+DIM, ROPE, WINDOW = FLASH.head_dim, FLASH.rope_dim, FLASH.sliding_window
+SCALE = DIM**-0.5
 BATCHES = [1, 8, 32, 64, 128, 256]
 CSA = [(64, 512, 1), (128, 1024, 1), (64, 512, 2), (128, 1024, 2)]
 HCA = [(64, 32, 1), (64, 1024, 1), (64, 8192, 1), (64, 1024, 2)]
 """(heads, entries, query tokens of a request)."""
 ROOM = [(64, 128, 1, 8192), (64, 1024, 1, 8192)]
 """HCA, with a fourth number: the entries that a request has room for."""
+BASELINE_RING, BASELINE_ROOM = 2 * WINDOW, 4096
+"""Of a request in a baseline's cache: rows of its window, and the least of its entries."""
 
 COMPILED = [
     ("fp8_ue8m0", 256, 64, 512),

@@ -291,17 +291,20 @@ def test_what_the_kernel_cannot_serve_is_refused_by_name():
 def _specs(name, num_tokens, num_entries, num_heads=HEADS):
     codec = get_cache_format(name).index_key
     shapes = codec.plane_shapes(DIM, 0)
-    planes = {n: jax.ShapeDtypeStruct((2, 16384, 32, *s.shape), s.dtype) for n, s in shapes.items()}
+    planes = {
+        n: jax.ShapeDtypeStruct((*cases.COMPILED_POOL, *s.shape), s.dtype)
+        for n, s in shapes.items()
+    }
     return {
         "queries": jax.ShapeDtypeStruct((num_tokens, num_heads, DIM), jnp.bfloat16),
         "weights": jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
         "pool": LayerPlanes(planes, jax.ShapeDtypeStruct((), jnp.int32), codec),
-        "call": call_specs(num_tokens, num_entries // 32),
+        "call": call_specs(num_tokens, num_entries // cases.ENTRIES_PER_BLOCK),
     }
 
 
 def _at_flash_sizes(arguments):
-    return index_topk(**arguments, k=512, backend=Backend.MOSAIC_GPU)
+    return index_topk(**arguments, k=cases.SELECTED[0], backend=Backend.MOSAIC_GPU)
 
 
 def _of_neighbours(arguments, tokens):

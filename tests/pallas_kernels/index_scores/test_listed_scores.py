@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.cases.selection import COMPILED_LISTED
+from benchmarks.cases import selection as cases
+from benchmarks.cases.product import V41
 from helpers import inputs, slow
 from helpers.calls import call_specs, make_call
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
@@ -103,12 +104,15 @@ def test_a_gpu_takes_this_kernel_by_itself():
 def _specs(num_tokens, width):
     codec = get_cache_format("fp4_e4m3").index_key
     shapes = codec.plane_shapes(DIM, 0)
-    planes = {n: jax.ShapeDtypeStruct((1, 8192, 128, *s.shape), s.dtype) for n, s in shapes.items()}
+    planes = {
+        n: jax.ShapeDtypeStruct((*cases.COMPILED_LISTED_POOL, *s.shape), s.dtype)
+        for n, s in shapes.items()
+    }
     return {
-        "queries": jax.ShapeDtypeStruct((num_tokens, 32, DIM), jnp.bfloat16),
-        "weights": jax.ShapeDtypeStruct((num_tokens, 32), jnp.float32),
+        "queries": jax.ShapeDtypeStruct((num_tokens, V41.indexer_num_heads, DIM), jnp.bfloat16),
+        "weights": jax.ShapeDtypeStruct((num_tokens, V41.indexer_num_heads), jnp.float32),
         "pool": LayerPlanes(planes, jax.ShapeDtypeStruct((), jnp.int32), codec),
-        "call": call_specs(num_tokens, 1024),
+        "call": call_specs(num_tokens, cases.COMPILED_LISTED_LOGICAL),
         "listed": jax.ShapeDtypeStruct((num_tokens, width), jnp.int32),
     }
 
@@ -118,5 +122,6 @@ def _scored(arguments):
 
 
 AOT_CASES = [
-    (f"{tokens}x{width}", _scored, [_specs(tokens, width)]) for tokens, width in COMPILED_LISTED
+    (f"{tokens}x{width}", _scored, [_specs(tokens, width)])
+    for tokens, width in cases.COMPILED_LISTED
 ]

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.cases.sparse_attention import COMPILED_APART_TRITON
+from benchmarks.cases.sparse_attention import COMPILED_APART_TRITON, SCALE
 from helpers import attention_cases, slow
 from helpers.inputs import LAYER
 from pallas_kernels import Backend, get_cache_format, sparse_attention
@@ -168,7 +168,7 @@ def test_mosaic_leaves_entries_apart_to_these_kernels_when_told(monkeypatch):
 
 
 def _at_flash_sizes(arguments):
-    return sparse_attention(**arguments, scale=512**-0.5, apart=True, backend=Backend.TRITON_GPU)
+    return sparse_attention(**arguments, scale=SCALE, apart=True, backend=Backend.TRITON_GPU)
 
 
 AOT_CASES = [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.cases.product import BOTH
-from benchmarks.cases.sparse_attention import COMPILED_APART
+from benchmarks.cases.sparse_attention import COMPILED_APART, SCALE
 from helpers import attention_cases, slow
 from helpers.inputs import LAYER
 from pallas_kernels import Backend, attend_in_part, get_cache_format, join_parts, sparse_attention
@@ -159,7 +159,7 @@ def test_twenty_runs_give_the_same_bits():
 
 
 def _at_flash_sizes(arguments):
-    return sparse_attention(**arguments, scale=512**-0.5, apart=True, backend=Backend.MOSAIC_GPU)
+    return sparse_attention(**arguments, scale=SCALE, apart=True, backend=Backend.MOSAIC_GPU)
 
 
 AOT_CASES = [

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.cases.sparse_attention import COMPILED_FEW_TOKENS
+from benchmarks.cases.sparse_attention import COMPILED_FEW_TOKENS, SCALE
 from helpers import attention_cases, slow
 from pallas_kernels import Backend, get_cache_format, sparse_attention
 from pallas_kernels.gpu.devices import H200
@@ -154,7 +154,7 @@ def test_queries_as_projected_are_refused():
 
 
 def _at_flash_sizes(arguments):
-    return sparse_attention(**arguments, scale=512**-0.5, backend=Backend.TRITON_GPU)
+    return sparse_attention(**arguments, scale=SCALE, backend=Backend.TRITON_GPU)
 
 
 AOT_CASES = [

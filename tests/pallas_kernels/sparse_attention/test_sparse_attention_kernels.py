@@ -336,7 +336,7 @@ def test_what_the_kernel_cannot_serve_is_refused_by_name():
 
 def _at_flash_sizes(arguments, query_eps=None):
     return sparse_attention(
-        **arguments, scale=512**-0.5, query_eps=query_eps, backend=Backend.MOSAIC_GPU
+        **arguments, scale=cases.SCALE, query_eps=query_eps, backend=Backend.MOSAIC_GPU
     )
 
 
