@@ -14,3 +14,13 @@ def on_device(values, dtype):
     if not isinstance(values, jax.Array):
         values = np.asarray(values).astype(dtype)  # a copy, so that nobody writes over the array
     return jnp.asarray(values, dtype)
+
+
+def ones(shape, dtype=jnp.float32):
+    """`jnp.ones`, without a program."""
+    return on_device(np.ones(shape), dtype)
+
+
+def zeros(shape, dtype=jnp.float32):
+    """`jnp.zeros`, without a program."""
+    return on_device(np.zeros(shape), dtype)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
-from helpers.arrays import on_device
+from helpers.arrays import on_device, ones
 from helpers.bad_inputs import Opaque
 from helpers.calls import four_tokens
 from pallas_kernels.common.weights import quantize_block_fp8, quantize_mxfp4
@@ -16,7 +16,7 @@ from pallas_kernels.common.weights import quantize_block_fp8, quantize_mxfp4
 T, H, C, R, W, EB, LB, NB, NS, S, D, M, P, E, K = 4, 2, 8, 4, 4, 2, 3, 7, 5, 2, 6, 3, 9, 10, 11
 INNER = 12
 RNG = np.random.default_rng(0)
-LAYER = jnp.int32(1)
+LAYER = on_device(1, jnp.int32)
 PLAIN = pk.get_codec("f32")
 
 
@@ -58,16 +58,20 @@ def compressor(kind):
 def experts(form):
     """Gate, up and down projections of E experts, and of one."""
     sizes = [(INNER, D), (INNER, D), (D, INNER)]
-    many = [form(f32(E, *size)) for size in sizes]
-    return dict(zip(("w1", "w3", "w2"), many, strict=True)), tuple(form(f32(*n)) for n in sizes)
+    many = [form(E, *size) for size in sizes]
+    return dict(zip(("w1", "w3", "w2"), many, strict=True)), tuple(form(*size) for size in sizes)
 
 
-def dense(values):
-    return values
+@functools.cache
+def quantized(quantize, *shape):
+    """A weight whose codes and scales are ones of their dtypes; none is computed."""
+    given = jax.ShapeDtypeStruct(shape, jnp.float32)
+    specs = jax.eval_shape(functools.partial(quantize, dtype="float32"), given)
+    return jax.tree.map(lambda leaf: ones(leaf.shape, leaf.dtype), specs)
 
 
-block_fp8 = jax.jit(functools.partial(quantize_block_fp8, dtype="float32"))
-mxfp4 = jax.jit(functools.partial(quantize_mxfp4, dtype="float32"))
+block_fp8 = functools.partial(quantized, quantize_block_fp8)
+mxfp4 = functools.partial(quantized, quantize_mxfp4)
 
 
 def calls():
@@ -79,9 +83,9 @@ def calls():
     attention = {"queries": f32(T, H, C), "ring": RING, "rows": ROWS, "pool": POOL, "call": CALL}
     attention |= {"selected": i32([[0, 2, -1]] * T), "scale": 0.5}
     picked = {"expert_ids": i32([[0, 2]] * T), "expert_weights": f32(T, 2), "x": f32(T, D)}
-    many, shared = experts(dense)
+    many, shared = experts(f32)
     few, _ = experts(mxfp4)
-    parts = pk.AttentionPart(f32(3, T, H, C), jnp.abs(f32(3, T, 2, H)))
+    parts = pk.AttentionPart(f32(3, T, H, C), on_device(np.abs(f32(3, T, 2, H)), jnp.float32))
     found = {
         "append_and_flush": tokens | {
             "ring": RING, "compressors": [compressor("csa")], "call": ONE_EACH,
@@ -91,8 +95,8 @@ def calls():
             "rings": [RING.planes], "rows": [ROWS], "call": CALL, "running": f32(2, NS, 3, C),
             "projections": {"values": f32(T, C), "scores": f32(T, C)}},
         "block_linear": {"x": f32(T, D), "weight": f32(P, D), "dtype": jnp.float32},
-        "block_linear fp8": {"x": f32(T, D), "weight": block_fp8(f32(P, D))},
-        "block_linear mxfp4": {"x": f32(T, D), "weight": mxfp4(f32(P, D))},
+        "block_linear fp8": {"x": f32(T, D), "weight": block_fp8(P, D)},
+        "block_linear mxfp4": {"x": f32(T, D), "weight": mxfp4(P, D)},
         "block_linears": {"x": f32(T, D), "weights": [f32(P, D), f32(E, D)],
                           "norms": [f32(P), f32(E)], "eps": 1e-6},
         "encode_tokens": tokens | {"positions": CALL.positions, "codec": PLAIN},
@@ -127,7 +131,7 @@ def calls():
         "pack_rows": {"planes": PLANES, "rows": i32([4, -1, 0])},
         "PeerLayout": {"devices": 2, "lines": 128},
         "pick_experts": {"logits": f32(T, E), "bias": f32(E), "count": 2, "scaling": 1.5,
-                         "first": jnp.int32(0), "segment_ids": CALL.segment_ids},
+                         "first": on_device(0, jnp.int32), "segment_ids": CALL.segment_ids},
         "pick_experts hash": {"logits": f32(T, E), "expert_ids": i32([[0, 2]] * T), "count": 2,
                               "scaling": 1.5},
         "round_index_queries": {"queries": f32(T, H, C), "frequencies": FREQUENCIES,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helpers.arrays import on_device
+from helpers.arrays import on_device, ones, zeros
 from pallas_kernels import (
     AttentionPart,
     CallIndices,
@@ -23,7 +23,7 @@ from pallas_kernels import (
 )
 
 LAYER, NUM_LAYERS = 1, 3
-CASE_LAYER = jnp.int32(LAYER)
+CASE_LAYER = on_device(LAYER, jnp.int32)
 
 
 def poisoned(*shape, dtype=np.float32):
@@ -176,7 +176,7 @@ def small_call():
     per_row = {"slots": [0, 1], "lengths": [0, 0], "counts": [1, 1], "offsets": [0, 1]}
     fields = per_token | {f"row_{name}": value for name, value in per_row.items()}
     arrays = {name: on_device(value, jnp.int32) for name, value in fields.items()}
-    return CallIndices(**arrays, block_table=jnp.zeros((2, 3), jnp.int32), max_row_tokens=3)
+    return CallIndices(**arrays, block_table=zeros((2, 3), jnp.int32), max_row_tokens=3)
 
 
 def replace_argument(arguments, name, value):
@@ -191,10 +191,10 @@ def valid_arguments(op):
     """Small arguments, by name, that the op of that name accepts."""
 
     def f32(*shape):
-        return jnp.ones(shape, jnp.float32)
+        return ones(shape)
 
     def i32(*shape):
-        return jnp.zeros(shape, jnp.int32)
+        return zeros(shape, jnp.int32)
 
     tokens, dim, compression_ratio = 3, 8, 2
     ring, rows = {"values": f32(NUM_LAYERS, 3, 4, dim)}, {"values": f32(tokens, dim)}
@@ -278,9 +278,9 @@ def valid_arguments(op):
         | attended
         | {"queries": f32(tokens, 2, dim), "sink": f32(2)}
         | {"selected": i32(tokens, 3), "scale": 1.0},
-        "sum_rows": {"packed": jnp.ones((tokens, dim), jnp.uint8)},
+        "sum_rows": {"packed": ones((tokens, dim), jnp.uint8)},
         "unpack_rows": {"planes": [f32(2, 5, dim)], "rows": i32(tokens)}
-        | {"packed": jnp.ones((tokens, 2 * dim * 4), jnp.uint8)},
+        | {"packed": ones((tokens, 2 * dim * 4), jnp.uint8)},
         "write_streams": {"streams": f32(tokens, 2, dim), "output": f32(tokens, dim)}
         | {"post": f32(tokens, 2), "comb": f32(tokens, 2, 2), "fn": f32(8, 2 * dim)},
     }[op] | ({} if op in without_layer else {"layer": CASE_LAYER})

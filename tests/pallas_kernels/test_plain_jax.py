@@ -20,10 +20,10 @@ pytestmark = pytest.mark.unoptimised
 T, H, C, R, W, EB, LB, NB, NS, S, D, M = 4, 2, 8, 4, 4, 2, 2, 7, 5, 2, 6, 3
 E, SIZES = LB * EB, {"T": T, "H": H, "C": C, "R": R, "W": W, "E": LB * EB, "EB": EB, "S": S, "D": D}
 SIZES |= {"IC": C, "IH": H, "M": M, "V": 9}
-LAYER, RNG = jnp.int32(1), np.random.default_rng(0)
+LAYER, RNG = on_device(1, jnp.int32), np.random.default_rng(0)
 PLAIN = pk.get_cache_format("f32").entry
-FREQUENCIES = jnp.float32([1.0, 0.1])
-NORM_ROPE = pk.NormRope(jnp.float32(RNG.normal(size=C)), FREQUENCIES, 1e-6)
+FREQUENCIES = on_device([1.0, 0.1], jnp.float32)
+NORM_ROPE = pk.NormRope(on_device(RNG.normal(size=C), jnp.float32), FREQUENCIES, 1e-6)
 
 
 def f32(*shape):

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from dsv4_jax.bench import compare
+from helpers.arrays import on_device
 
-INPUTS = [(jnp.float32(n),) for n in (1, 2, 4)]
+INPUTS = [(on_device(n, jnp.float32),) for n in (1, 2, 4)]
 
 
 def add_to_state(state, x):

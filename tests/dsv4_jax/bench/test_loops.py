@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.bench import loops
+from helpers.arrays import on_device
 
-INPUTS = [(jnp.float32(n),) for n in (1, 2, 4)]
+INPUTS = [(on_device(n, jnp.float32),) for n in (1, 2, 4)]
 
 
 def add_to_state(state, x):

@@ -14,6 +14,7 @@ import pytest
 
 import dsv4_jax as ds
 from helpers import slow
+from helpers.arrays import on_device
 from helpers.schedules import poison, random_cuts, step_input
 from pallas_kernels.common.formats import CACHE_FORMATS
 
@@ -30,7 +31,7 @@ EPS, T = CONFIG.rms_norm_eps, 24
 TABLE = [[5, 2, 0], [3, 8, -1], [1, 7, 4], [6, -1, -1]]
 TOLERANCE = 2e-5  # float32 against float64; values are of order 1
 RNG = np.random.default_rng(0)
-NORMS = [jnp.asarray(1 + 0.2 * RNG.standard_normal(n), jnp.float32) for n in (32, 16)]
+NORMS = [on_device(1 + 0.2 * RNG.standard_normal(n), jnp.float32) for n in (32, 16)]
 
 
 def make(cache_format="f32"):
@@ -41,7 +42,7 @@ def make(cache_format="f32"):
 
 
 def frequencies(theta):
-    return jnp.asarray(theta ** (-np.arange(0, 8, 2) / 8), jnp.float32)
+    return on_device(theta ** (-np.arange(0, 8, 2) / 8), jnp.float32)
 
 
 def projections(attn, num_tokens, rng):

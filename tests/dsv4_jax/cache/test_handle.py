@@ -10,7 +10,7 @@ import pytest
 
 import dsv4_jax as ds
 from helpers import slow
-from helpers.arrays import on_device
+from helpers.arrays import on_device, zeros
 from helpers.schedules import step_input
 from pallas_kernels.append_tokens import reference
 from pallas_kernels.common.formats import CACHE_FORMATS
@@ -336,14 +336,14 @@ def test_the_indexers_view_shows_plain_pairs_of_codes(cache_format):
     )
 
 
-ONES = jnp.zeros((T, 1), jnp.int32)
+FIRST = zeros((T, 1), jnp.int32)
 
 
 @pytest.mark.parametrize(
     ("layer_idx", "method", "message"),
     [
         (SWA, flushed, "type swa has no entries"),
-        (SWA, lambda h: h.gather_compressed_kv(ONES), "type swa has no entries"),
+        (SWA, lambda h: h.gather_compressed_kv(FIRST), "type swa has no entries"),
         (SWA, lambda h: h.gather_all_compressed_kv(), "type swa has no entries"),
         (SWA, lambda h: h.read_classical_view(), "type swa has no entries"),
         (SWA, lambda h: h.read_indexer_view(), "type swa has no entries"),
@@ -366,7 +366,7 @@ def scored(projections, scores):
     return dataclasses.replace(projections, scores=scores)
 
 
-KV, WIDE, NARROW = jnp.zeros((T, DIM)), projections(2 * DIM), projections(DIM)
+KV, WIDE, NARROW = np.zeros((T, DIM), np.float32), projections(2 * DIM), projections(DIM)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def idle(engine):
         ({"temperature": 10**39}, r"temperature must be at most 3\.4028\d*e\+38 \(float32\)"),
         ({"temperature": 1e-42}, "temperature must be 0 .greedy. or at least 1.175e-38"),
         ({"temperature": np.zeros(2)}, r"temperature must be a number, got an array float64\[2\]"),
-        ({"top_p": jnp.float32(0.5)}, "top_p must be a number, got Array"),
+        ({"top_p": on_device(0.5, jnp.float32)}, "top_p must be a number, got Array"),
         ({"max_new_tokens": True}, "max_new_tokens must be an integer, got True"),
         ({"max_new_tokens": 2**31}, "max_new_tokens must be at most 2147483647"),
         ({"stop_texts": (7,)}, r"stop_texts must be a list of texts, none empty, got \(7,\)"),

@@ -12,10 +12,11 @@ from dsv4_jax.cache.snapshots import SnapshotPlan
 from dsv4_jax.step.decode_steps import jit_plain_decode_steps
 from dsv4_jax.step.serve_step import jit_plain_decode_step, jit_serve_step
 from dsv4_jax.step.serve_values import LAST_DRAWN, ServeInput, ServeOutput
+from helpers.arrays import on_device
 from helpers.serving import CONFIG, params, prompt
 
 ROWS, STEPS = 4, 6
-SLOTS = jnp.arange(ROWS, dtype=jnp.int32)
+SLOTS = on_device(np.arange(ROWS), jnp.int32)
 LENGTHS = (5, 130, 17)  # of three rows; the fourth is idle
 
 

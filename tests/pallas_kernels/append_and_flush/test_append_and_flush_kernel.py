@@ -12,6 +12,7 @@ import pytest
 import pallas_kernels as pk
 from benchmarks.cases import cache as cases
 from helpers import cache_specs, inputs, slow
+from helpers.arrays import ones, zeros
 from helpers.layer_cases import (
     COMPRESSION_RATIOS,
     EPS,
@@ -255,28 +256,28 @@ def test_twenty_runs_are_bitwise_equal(kind):
         assert_same_bytes(same, queries)
 
 
-RUNNING = jnp.ones((3, 3, 3, 8))
-NARROW = dict.fromkeys(("values", "scores"), jnp.ones((3, 1)))
+RUNNING = ones((3, 3, 3, 8))
+NARROW = dict.fromkeys(("values", "scores"), ones((3, 1)))
 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("kv", jnp.ones((3, 7)), "kv must be"),
-        ("call.slots", jnp.zeros(2, jnp.int32), "call.slots.* must agree on T"),
-        ("call.segment_ids", jnp.zeros(3), "call.segment_ids must be int32"),
-        ("call.block_table", jnp.zeros(3, jnp.int32), "call.block_table must have rank 2"),
-        ("call.block_table", jnp.zeros((3, 3), jnp.int32), "call.block_table must agree on B"),
-        ("norm_rope.weight", jnp.ones(1), "norm_rope.weight must be"),
-        ("norm_rope.frequencies", jnp.ones((2, 2)), "frequencies must have rank 1"),
+        ("kv", ones((3, 7)), "kv must be"),
+        ("call.slots", zeros(2, jnp.int32), "call.slots.* must agree on T"),
+        ("call.segment_ids", zeros(3), "call.segment_ids must be int32"),
+        ("call.block_table", zeros(3, jnp.int32), "call.block_table must have rank 2"),
+        ("call.block_table", zeros((3, 3), jnp.int32), "call.block_table must agree on B"),
+        ("norm_rope.weight", ones(1), "norm_rope.weight must be"),
+        ("norm_rope.frequencies", ones((2, 2)), "frequencies must have rank 1"),
         ("compression_ratio", 3, r"compressors\[0\].state must keep"),
-        ("ring.planes", {"values": jnp.ones((3, 3, 4, 7))}, "ring must hold the planes"),
+        ("ring.planes", {"values": ones((3, 3, 4, 7))}, "ring must hold the planes"),
         ("index_queries", None, "index_codec goes with index_queries"),
         ("index_codec", None, "index_codec goes with index_queries"),
-        ("index_queries", jnp.ones((3, 8)), "index_queries must have rank 3"),
-        ("index_queries", jnp.ones((2, 2, 8)), "index_queries must agree on T"),
-        ("index_queries", jnp.ones((3, 2, 2)), "frequencies must have one for each pair of .* 2"),
-        ("index_queries", jnp.ones((3, 2, 8), jnp.bfloat16), "queries and index_queries must ag"),
+        ("index_queries", ones((3, 8)), "index_queries must have rank 3"),
+        ("index_queries", ones((2, 2, 8)), "index_queries must agree on T"),
+        ("index_queries", ones((3, 2, 2)), "frequencies must have one for each pair of .* 2"),
+        ("index_queries", ones((3, 2, 8), jnp.bfloat16), "queries and index_queries must ag"),
     ],
 )
 def test_an_error_names_the_argument_that_is_wrong(name, wrong, message):
@@ -291,9 +292,9 @@ def test_an_error_names_the_argument_that_is_wrong(name, wrong, message):
     [
         ({"rows": NARROW}, r"compressors\[0\].rows\['values'\] must be"),
         ({"state": RUNNING}, r"compressors\[0\].rows\['values'\] must be .* = \[3, 8\]"),
-        ({"norm": jnp.ones(7)}, r"compressors\[0\].pool must hold"),
-        ({"norm": jnp.ones((1, 8))}, r"compressors\[0\].norm must have rank 1"),
-        ({"rows": {"other": jnp.ones((3, 8))}}, r"compressors\[0\].rows must be values and scores"),
+        ({"norm": ones(7)}, r"compressors\[0\].pool must hold"),
+        ({"norm": ones((1, 8))}, r"compressors\[0\].norm must have rank 1"),
+        ({"rows": {"other": ones((3, 8))}}, r"compressors\[0\].rows must be values and scores"),
     ],
 )
 def test_an_error_names_what_is_wrong_of_a_compressor(changed, message):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from helpers import inputs, slow, token_oracle
+from helpers.arrays import ones, zeros
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poison, poisoned
 from helpers.schedules import assert_same_bytes
 from pallas_kernels import (
@@ -211,40 +212,40 @@ def test_a_row_of_any_width_is_normed_alike_in_any_company():
 
 TOKENS_ERRORS = [
     ("rings", [], "rings and rows must be as many, got 0 and 1"),
-    ("rows", [{"other": jnp.ones((3, 8))}], r"rows\[0\] must have the planes of rings\[0\]"),
+    ("rows", [{"other": ones((3, 8))}], r"rows\[0\] must have the planes of rings\[0\]"),
     (
         "rows",
-        [{"values": jnp.ones((3, 7))}],
+        [{"values": ones((3, 7))}],
         r"rows\[0\].* must hold rows of float32",
     ),
     (
         "rows",
-        [{"values": jnp.ones((3, 8), jnp.bfloat16)}],
+        [{"values": ones((3, 8), jnp.bfloat16)}],
         r"rows\[0\].* must hold rows of",
     ),
-    ("rows", [{"values": jnp.ones((2, 8))}], r"rows\[0\].* must agree on T"),
-    ("running", jnp.ones((3, 3, 8)), "running must have rank 4"),
+    ("rows", [{"values": ones((2, 8))}], r"rows\[0\].* must agree on T"),
+    ("running", ones((3, 3, 8)), "running must have rank 4"),
     ("running", None, "running and projections go together"),
-    ("projections", {"values": jnp.ones((3, 8))}, "projections must be values and scores"),
+    ("projections", {"values": ones((3, 8))}, "projections must be values and scores"),
     (
         "projections",
-        dict.fromkeys(("values", "scores"), jnp.ones((3, 1))),
+        dict.fromkeys(("values", "scores"), ones((3, 1))),
         "projections.* must be",
     ),
-    ("call.row_slots", jnp.zeros(2, jnp.int8), "call.row_slots must be int32"),
-    ("call.row_lengths", jnp.zeros(2), "call.row_lengths must be int32"),
-    ("call.row_counts", jnp.zeros(3, jnp.int32), "call.row_counts.* must agree on B"),
-    ("call.row_offsets", jnp.zeros((), jnp.int32), "call.row_offsets must have rank 1"),
+    ("call.row_slots", zeros(2, jnp.int8), "call.row_slots must be int32"),
+    ("call.row_lengths", zeros(2), "call.row_lengths must be int32"),
+    ("call.row_counts", zeros(3, jnp.int32), "call.row_counts.* must agree on B"),
+    ("call.row_offsets", zeros((), jnp.int32), "call.row_offsets must have rank 1"),
 ]
 ENCODE_ERRORS = [
-    ("queries", jnp.ones((3, 8)), "queries must have rank 3"),
-    ("queries", jnp.ones((3, 2, 8), jnp.bfloat16), "queries and kv must agree"),
-    ("kv", jnp.ones((2, 8)), "kv.* must agree on T"),
-    ("kv", jnp.ones((3, 7)), "kv must be"),
-    ("norm_rope.weight", jnp.ones(1), "norm_rope.weight must be"),
-    ("norm_rope.frequencies", jnp.ones((2, 2)), "frequencies must have rank 1"),
-    ("norm_rope.frequencies", jnp.ones(5), "frequencies must have one for each pair of at most 8"),
-    ("positions", jnp.zeros(3), "positions must be int32"),
+    ("queries", ones((3, 8)), "queries must have rank 3"),
+    ("queries", ones((3, 2, 8), jnp.bfloat16), "queries and kv must agree"),
+    ("kv", ones((2, 8)), "kv.* must agree on T"),
+    ("kv", ones((3, 7)), "kv must be"),
+    ("norm_rope.weight", ones(1), "norm_rope.weight must be"),
+    ("norm_rope.frequencies", ones((2, 2)), "frequencies must have rank 1"),
+    ("norm_rope.frequencies", ones(5), "frequencies must have one for each pair of at most 8"),
+    ("positions", zeros(3), "positions must be int32"),
 ]
 
 

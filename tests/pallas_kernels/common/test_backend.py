@@ -10,6 +10,7 @@ import pytest
 
 import pallas_kernels as pk
 from helpers import inputs
+from helpers.arrays import zeros
 from pallas_kernels import Backend
 from pallas_kernels.common import backend
 from pallas_kernels.common.backend import resolve
@@ -77,7 +78,7 @@ def test_none_picks_the_preferred_kernel_on_a_gpu(monkeypatch):
 
 
 KERNELS = {Backend.REFERENCE: lambda: "slow", Backend.MOSAIC_GPU: lambda: "fast"}
-ARRAYS = {"queries": jnp.zeros((2, 3)), "index": jnp.zeros(4, jnp.int32)}
+ARRAYS = {"queries": zeros((2, 3)), "index": zeros(4, jnp.int32)}
 
 
 @pytest.fixture

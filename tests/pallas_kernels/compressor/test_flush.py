@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from helpers import inputs, slow, token_oracle
+from helpers.arrays import ones, zeros
 from helpers.calls import make_call
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
 from helpers.schedules import assert_same_bytes
@@ -158,15 +159,15 @@ def test_a_later_call_overwrites_an_entry_and_no_other():
 
 
 ERRORS = [
-    ("rows", {"other": jnp.ones((3, 8))}, "rows must have the planes of pool"),
-    ("rows", {"values": jnp.ones((3, 7))}, r"rows\['values'\] must hold rows of float32\[8\]"),
-    ("rows", {"values": jnp.ones((3, 8), jnp.bfloat16)}, r"rows\['values'\] must hold rows of"),
-    ("rows", {"values": jnp.ones((4, 8))}, "rows must agree on n"),
-    ("block_table", jnp.zeros(3, jnp.int32), "block_table must have rank 2"),
-    ("block_table", jnp.zeros((2, 3)), "block_table must be int32"),
-    ("segment_ids", jnp.zeros(2, jnp.int32), "segment_ids.* must agree on n"),
-    ("segment_ids", jnp.zeros(3, jnp.uint8), "segment_ids must be int32"),
-    ("entries", jnp.zeros(3, jnp.int16), "entries must be int32"),
+    ("rows", {"other": ones((3, 8))}, "rows must have the planes of pool"),
+    ("rows", {"values": ones((3, 7))}, r"rows\['values'\] must hold rows of float32\[8\]"),
+    ("rows", {"values": ones((3, 8), jnp.bfloat16)}, r"rows\['values'\] must hold rows of"),
+    ("rows", {"values": ones((4, 8))}, "rows must agree on n"),
+    ("block_table", zeros(3, jnp.int32), "block_table must have rank 2"),
+    ("block_table", zeros((2, 3)), "block_table must be int32"),
+    ("segment_ids", zeros(2, jnp.int32), "segment_ids.* must agree on n"),
+    ("segment_ids", zeros(3, jnp.uint8), "segment_ids must be int32"),
+    ("entries", zeros(3, jnp.int16), "entries must be int32"),
 ]
 
 
@@ -176,27 +177,27 @@ def test_an_error_names_the_argument_that_is_wrong(name, wrong, message):
         flush_write(**inputs.valid_arguments("flush_write") | {name: wrong})
 
 
-ONES = {"values": jnp.ones((3, 1)), "scores": jnp.ones((3, 1))}
-NARROW = {"values": jnp.ones((3, 1)), "scores": jnp.ones((3, 1))}
-STATE = dict.fromkeys(("values", "scores"), jnp.ones((3, 3, 4, 1)))
+ONES = {"values": ones((3, 1)), "scores": ones((3, 1))}
+NARROW = {"values": ones((3, 1)), "scores": ones((3, 1))}
+STATE = dict.fromkeys(("values", "scores"), ones((3, 3, 4, 1)))
 CALL_ERRORS = [
-    ("call.slots", jnp.zeros(3, jnp.int16), "call.slots must be int32"),
-    ("call.positions", jnp.zeros(2, jnp.int32), "call.positions.* must agree on T"),
-    ("call.lengths", jnp.zeros(3), "call.lengths must be int32"),
-    ("call.block_table", jnp.zeros(3, jnp.int32), "call.block_table must have rank 2"),
+    ("call.slots", zeros(3, jnp.int16), "call.slots must be int32"),
+    ("call.positions", zeros(2, jnp.int32), "call.positions.* must agree on T"),
+    ("call.lengths", zeros(3), "call.lengths must be int32"),
+    ("call.block_table", zeros(3, jnp.int32), "call.block_table must have rank 2"),
 ]
 CSA_ERRORS = [
     ("rows", NARROW, r"compressors\[0\].rows\['values'\] must be"),
     ("state", STATE, r"compressors\[0\].state must keep"),
-    ("state", jnp.ones((3, 3, 4, 8)), r"compressors\[0\].rows\['values'\] must be .* = \[3, 8\]"),
-    ("norm", jnp.ones(7), r"compressors\[0\].pool must hold the planes"),
+    ("state", ones((3, 3, 4, 8)), r"compressors\[0\].rows\['values'\] must be .* = \[3, 8\]"),
+    ("norm", ones(7), r"compressors\[0\].pool must hold the planes"),
 ]
 HCA_ERRORS = [
     ("compressor.rows", NARROW, r"compressor.rows\['values'\] must be"),
-    ("compressor.rows", {"other": jnp.ones((3, 8))}, "compressor.rows must be values and scores"),
-    ("compressor.state", jnp.ones((3, 3, 8)), "compressor.state must keep"),
-    ("compressor.state", jnp.ones((3, 3, 3, 1)), "compressor.state must keep"),
-    ("compressor.norm", jnp.ones(1), "compressor.pool must hold the planes"),
+    ("compressor.rows", {"other": ones((3, 8))}, "compressor.rows must be values and scores"),
+    ("compressor.state", ones((3, 3, 8)), "compressor.state must keep"),
+    ("compressor.state", ones((3, 3, 3, 1)), "compressor.state must keep"),
+    ("compressor.norm", ones(1), "compressor.pool must hold the planes"),
 ]
 
 

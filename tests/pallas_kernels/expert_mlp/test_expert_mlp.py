@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from helpers import slow
+from helpers.arrays import ones, zeros
 from helpers.quantised import quantize
 from pallas_kernels import expert_mlp
 from pallas_kernels.common import rows, weights
@@ -144,11 +145,11 @@ def test_every_pair_is_in_one_tile_of_its_expert(name, num_tokens):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"expert_ids": jnp.zeros((5, K))}, "expert_ids must be int32"),
-        ({"expert_weights": jnp.ones((5, 2))}, r"expert_weights must be \[T, k\]"),
-        ({"expert_weights": jnp.ones((5, K), jnp.bfloat16)}, "expert_weights must be float32"),
-        ({"w3": jnp.zeros((E, WIDTH, D + 1))}, r"w3 must be \[E, I, D\] = \[6, 48, 64\]"),
-        ({"x": jnp.zeros((4, D))}, "must agree on T"),
+        ({"expert_ids": zeros((5, K))}, "expert_ids must be int32"),
+        ({"expert_weights": ones((5, 2))}, r"expert_weights must be \[T, k\]"),
+        ({"expert_weights": ones((5, K), jnp.bfloat16)}, "expert_weights must be float32"),
+        ({"w3": zeros((E, WIDTH, D + 1))}, r"w3 must be \[E, I, D\] = \[6, 48, 64\]"),
+        ({"x": zeros((4, D))}, "must agree on T"),
         ({"picked_among": E - 1}, "picked_among must be at least the 6 experts of w1, got 5"),
     ],
 )

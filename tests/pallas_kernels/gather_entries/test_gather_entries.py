@@ -9,6 +9,7 @@ import pytest
 import pallas_kernels as pk
 from benchmarks.cases import cache as cases
 from helpers import gather_cases, inputs, slow, token_oracle
+from helpers.arrays import ones, zeros
 from helpers.calls import make_call
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, pack_call, poison, shuffled_table
 from pallas_kernels import (
@@ -273,22 +274,22 @@ def test_a_codec_without_a_kernel_is_refused_by_name():
 
 
 ENTRY_ERRORS = [
-    ("call.block_table", jnp.zeros(3, jnp.int32), "block_table must have rank 2"),
-    ("call.block_table", jnp.zeros((2, 3), jnp.uint32), "block_table must be int32"),
-    ("index", jnp.zeros(3, jnp.int32), "index must have rank 2"),
-    ("index", jnp.zeros((3, 3)), "index must be int32"),
-    ("index", jnp.zeros((2, 3), jnp.int32), "index must agree on T"),
-    ("call.segment_ids", jnp.zeros(3), "segment_ids must be int32"),
-    ("pool.planes", {"other": jnp.ones((3, 4, 2, 8))}, "pool"),
-    ("pool.planes", {"values": jnp.ones((3, 4, 2, 7))}, "pool"),
+    ("call.block_table", zeros(3, jnp.int32), "block_table must have rank 2"),
+    ("call.block_table", zeros((2, 3), jnp.uint32), "block_table must be int32"),
+    ("index", zeros(3, jnp.int32), "index must have rank 2"),
+    ("index", zeros((3, 3)), "index must be int32"),
+    ("index", zeros((2, 3), jnp.int32), "index must agree on T"),
+    ("call.segment_ids", zeros(3), "segment_ids must be int32"),
+    ("pool.planes", {"other": ones((3, 4, 2, 8))}, "pool"),
+    ("pool.planes", {"values": ones((3, 4, 2, 7))}, "pool"),
 ]
 WINDOW_ERRORS = [
-    ("rows", {"other": jnp.ones((3, 8))}, "rows must have the planes of ring"),
-    ("rows", {"values": jnp.ones((3, 1))}, r"rows\['values'\] must hold rows of float32\[8\]"),
-    ("rows", {"values": jnp.ones((2, 8))}, "rows"),
-    ("call.slots", jnp.zeros(2, jnp.int32), "slots.* must agree on T"),
-    ("call.positions", jnp.zeros(3), "positions must be int32"),
-    ("call.lengths", jnp.zeros(3, jnp.int8), "lengths must be int32"),
+    ("rows", {"other": ones((3, 8))}, "rows must have the planes of ring"),
+    ("rows", {"values": ones((3, 1))}, r"rows\['values'\] must hold rows of float32\[8\]"),
+    ("rows", {"values": ones((2, 8))}, "rows"),
+    ("call.slots", zeros(2, jnp.int32), "slots.* must agree on T"),
+    ("call.positions", zeros(3), "positions must be int32"),
+    ("call.lengths", zeros(3, jnp.int8), "lengths must be int32"),
 ]
 
 

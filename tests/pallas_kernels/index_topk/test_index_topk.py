@@ -8,6 +8,7 @@ from hypothesis.extra import numpy as hnp
 
 import pallas_kernels as pk
 from helpers import inputs, slow, token_oracle
+from helpers.arrays import ones, zeros
 from helpers.calls import make_call
 from helpers.inputs import CASE_LAYER, LAYER, NUM_LAYERS, poison, shuffled_table
 from pallas_kernels import CACHE_FORMATS, LayerPlanes, get_cache_format, index_topk
@@ -199,18 +200,18 @@ def test_shuffled_queries_get_the_shuffled_answer():
 
 
 ERRORS = [
-    ("queries", jnp.ones((3, 8)), "queries must have rank 3"),
-    ("queries", jnp.ones((2, 2, 8)), "queries.* must agree on T"),
-    ("weights", jnp.ones(3), "weights must have rank 2"),
-    ("call.block_table", jnp.zeros(3, jnp.int32), "block_table must have rank 2"),
-    ("call.block_table", jnp.zeros((2, 3)), "block_table must be int32"),
-    ("call.segment_ids", jnp.zeros(2, jnp.int32), "segment_ids.* must agree on T"),
-    ("call.visible", jnp.zeros(3, jnp.uint32), "visible must be int32"),
+    ("queries", ones((3, 8)), "queries must have rank 3"),
+    ("queries", ones((2, 2, 8)), "queries.* must agree on T"),
+    ("weights", ones(3), "weights must have rank 2"),
+    ("call.block_table", zeros(3, jnp.int32), "block_table must have rank 2"),
+    ("call.block_table", zeros((2, 3)), "block_table must be int32"),
+    ("call.segment_ids", zeros(2, jnp.int32), "segment_ids.* must agree on T"),
+    ("call.visible", zeros(3, jnp.uint32), "visible must be int32"),
     ("call.visible", None, r"call\.visible must say how many entries .* got None"),
     ("k", 0, "k must be at least 1, got 0"),
-    ("pool.planes", {"other": jnp.ones((3, 4, 2, 8))}, "pool"),
-    ("queries", jnp.ones((3, 1, 8)), "queries"),
-    ("weights", jnp.ones((3, 1)), "weights"),
+    ("pool.planes", {"other": ones((3, 4, 2, 8))}, "pool"),
+    ("queries", ones((3, 1, 8)), "queries"),
+    ("weights", ones((3, 1)), "weights"),
 ]
 
 

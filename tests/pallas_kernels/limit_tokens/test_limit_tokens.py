@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.cases.tokens import COMPILED_LIMITED, VOCAB
 from helpers import slow
+from helpers.arrays import ones, zeros
 from pallas_kernels.limit_tokens import limit_tokens, reference, triton_gpu
 
 pytestmark = pytest.mark.unoptimised
@@ -188,18 +189,18 @@ def test_an_op_on_a_gpu_takes_the_kernel():
 
 
 VALID = {
-    "scaled": jnp.zeros((3, 8)),
-    "top_k": jnp.zeros(3, jnp.int32),
-    "top_p": jnp.ones(3, jnp.float32),
+    "scaled": zeros((3, 8)),
+    "top_k": zeros(3, jnp.int32),
+    "top_p": ones(3, jnp.float32),
 }
 ERRORS = [
-    ("scaled", jnp.zeros(3), "scaled must have rank 2"),
-    ("scaled", jnp.zeros((3, 0)), r"V must be within 1 \.\. 16777216, got scaled\.shape=\(3, 0\)"),
-    ("scaled", jnp.zeros((3, 8), jnp.bfloat16), "scaled must be float32, got bfloat16"),
-    ("top_k", jnp.zeros(2, jnp.int32), "scaled, top_k, top_p must agree on T"),
-    ("top_k", jnp.zeros(3, jnp.float32), "top_k must be int32"),
-    ("top_p", jnp.ones(3, jnp.int32), "top_p must be float32, got int32"),
-    ("top_p", jnp.ones((3, 1)), "top_p must have rank 1"),
+    ("scaled", zeros(3), "scaled must have rank 2"),
+    ("scaled", zeros((3, 0)), r"V must be within 1 \.\. 16777216, got scaled\.shape=\(3, 0\)"),
+    ("scaled", zeros((3, 8), jnp.bfloat16), "scaled must be float32, got bfloat16"),
+    ("top_k", zeros(2, jnp.int32), "scaled, top_k, top_p must agree on T"),
+    ("top_k", zeros(3, jnp.float32), "top_k must be int32"),
+    ("top_p", ones(3, jnp.int32), "top_p must be float32, got int32"),
+    ("top_p", ones((3, 1)), "top_p must have rank 1"),
     ("backend", "cuda", "backend must be one of"),
 ]
 

@@ -10,6 +10,7 @@ import pytest
 import pallas_kernels as pk
 from benchmarks.cases.cache import COMPILED_MOVED, COMPILED_MOVED_AMONG
 from helpers import row_cases, slow
+from helpers.arrays import zeros
 from helpers.inputs import replace_argument
 from pallas_kernels.pack_rows import pack_rows, reference, sum_rows, triton_gpu, unpack_rows
 
@@ -255,21 +256,21 @@ def test_bytes_that_are_no_words_are_said_to_take_the_reference(monkeypatch, op)
 
 
 VALID = {
-    "planes": [jnp.zeros((2, 5, 8), jnp.uint8), jnp.zeros((1, 5, 3), jnp.float32)],
-    "rows": jnp.zeros(3, jnp.int32),
-    "packed": jnp.zeros((3, 28), jnp.uint8),
+    "planes": [zeros((2, 5, 8), jnp.uint8), zeros((1, 5, 3), jnp.float32)],
+    "rows": zeros(3, jnp.int32),
+    "packed": zeros((3, 28), jnp.uint8),
 }
 ERRORS = [
     ("planes", [], "planes must hold one or more of arrays"),
-    ("planes", [jnp.zeros(3)], r"planes\[0\] must have rank 2 or more, got .*shape=\(3,\)"),
-    ("planes", [jnp.zeros((2, 5), bool)], r"planes\[0\] must hold numbers .*, got bool"),
+    ("planes", [zeros(3)], r"planes\[0\] must have rank 2 or more, got .*shape=\(3,\)"),
+    ("planes", [zeros((2, 5), bool)], r"planes\[0\] must hold numbers .*, got bool"),
     ("planes", [np.zeros((2, 5))], r"planes\[0\] must hold numbers of 1, 2 or 4 .*float64"),
-    ("planes", [jnp.zeros((2, 5)), jnp.zeros((2, 6))], "planes must agree on A, .*second axis"),
-    ("rows", jnp.zeros(3), "rows must be int32"),
-    ("rows", jnp.zeros((3, 1), jnp.int32), "rows must have rank 1"),
-    ("packed", jnp.zeros((3, 24), jnp.uint8), r"packed must be \[n, bytes of a row\] = \[3, 28\]"),
-    ("packed", jnp.zeros((2, 28), jnp.uint8), r"packed must be \[n, bytes of a row\] = \[3, 28\]"),
-    ("packed", jnp.zeros((3, 28), jnp.int8), "packed must be uint8, got int8"),
+    ("planes", [zeros((2, 5)), zeros((2, 6))], "planes must agree on A, .*second axis"),
+    ("rows", zeros(3), "rows must be int32"),
+    ("rows", zeros((3, 1), jnp.int32), "rows must have rank 1"),
+    ("packed", zeros((3, 24), jnp.uint8), r"packed must be \[n, bytes of a row\] = \[3, 28\]"),
+    ("packed", zeros((2, 28), jnp.uint8), r"packed must be \[n, bytes of a row\] = \[3, 28\]"),
+    ("packed", zeros((3, 28), jnp.int8), "packed must be uint8, got int8"),
     ("backend", "cuda", "backend must be one of"),
 ]
 

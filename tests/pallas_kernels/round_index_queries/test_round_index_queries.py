@@ -10,6 +10,7 @@ import pytest
 import pallas_kernels as pk
 from benchmarks.cases.cache import COMPILED_QUERIES, IC, INDEX_HEADS, ROPE
 from helpers import inputs, slow
+from helpers.arrays import ones, zeros
 from helpers.layer_cases import KERNEL, assert_index_queries_alike
 from pallas_kernels import CACHE_FORMATS
 from pallas_kernels.common import numbers
@@ -172,12 +173,12 @@ def test_twenty_runs_at_real_shapes_are_bitwise_equal(key):
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("queries", jnp.ones((3, 8)), "queries must have rank 3"),
-        ("frequencies", jnp.ones((1, 2)), "frequencies must have rank 1"),
-        ("frequencies", jnp.ones(5), "frequencies must have one for each pair of at most 8 dims"),
-        ("frequencies", jnp.ones(0), "frequencies must have one for each pair"),
-        ("positions", jnp.zeros(2, jnp.int32), "positions must agree on T"),
-        ("positions", jnp.zeros(3), "positions must be int32"),
+        ("queries", ones((3, 8)), "queries must have rank 3"),
+        ("frequencies", ones((1, 2)), "frequencies must have rank 1"),
+        ("frequencies", ones(5), "frequencies must have one for each pair of at most 8 dims"),
+        ("frequencies", ones(0), "frequencies must have one for each pair"),
+        ("positions", zeros(2, jnp.int32), "positions must agree on T"),
+        ("positions", zeros(3), "positions must be int32"),
     ],
 )
 def test_an_error_names_the_argument_that_is_wrong(name, wrong, message):

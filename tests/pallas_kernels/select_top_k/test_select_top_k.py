@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.cases.selection import COMPILED_TOP_K, SHAPES
 from helpers import slow, token_oracle
+from helpers.arrays import ones, zeros
 from pallas_kernels import gpu_interpreter
 from pallas_kernels.select_top_k import mosaic_gpu as select_kernel
 from pallas_kernels.select_top_k.op import select_top_k
@@ -197,13 +198,13 @@ def test_stages_cover_a_row_and_end_in_one_tile(shape, k):
         assert len(stages) == (1 if num_entries <= select_kernel.MAX_TILE else 2)
 
 
-VALID = {"scores": jnp.ones((3, 8)), "visible": jnp.zeros(3, jnp.int32), "k": 2}
+VALID = {"scores": ones((3, 8)), "visible": zeros(3, jnp.int32), "k": 2}
 ERRORS = [
-    ("scores", jnp.ones(3), "scores must have rank 2"),
-    ("scores", jnp.ones((2, 8)), "scores.* must agree on T"),
-    ("scores", jnp.ones((3, 8), jnp.bfloat16), "scores must be float32, got bfloat16"),
-    ("visible", jnp.zeros((3, 1), jnp.int32), "visible must have rank 1"),
-    ("visible", jnp.zeros(3, jnp.uint32), "visible must be int32"),
+    ("scores", ones(3), "scores must have rank 2"),
+    ("scores", ones((2, 8)), "scores.* must agree on T"),
+    ("scores", ones((3, 8), jnp.bfloat16), "scores must be float32, got bfloat16"),
+    ("visible", zeros((3, 1), jnp.int32), "visible must have rank 1"),
+    ("visible", zeros(3, jnp.uint32), "visible must be int32"),
     ("k", 0, "k must be at least 1, got 0"),
     ("backend", "cuda", "backend must be one of"),
 ]

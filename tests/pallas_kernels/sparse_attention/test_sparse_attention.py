@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from helpers import attention_cases, inputs, slow
+from helpers.arrays import ones, zeros
 from helpers.attention_cases import Sizes
 from pallas_kernels import CACHE_FORMATS, get_cache_format, sparse_attention
 
@@ -140,33 +141,33 @@ def test_bf16_queries_are_widened_and_only_the_output_rounded():
 
 
 ERRORS = [
-    ("queries", jnp.ones((3, 8)), "queries must have rank 3"),
-    ("queries", jnp.ones((2, 2, 8)), "queries.* must agree on T"),
-    ("rows", {"other": jnp.ones((3, 8))}, "rows must have the planes of ring"),
-    ("rows", {"values": jnp.ones((3, 7))}, r"rows\['values'\] must hold rows of float32\[8\]"),
-    ("selected", jnp.zeros((3, 3)), "selected must be int32"),
-    ("selected", jnp.zeros((2, 3), jnp.int32), "selected must agree on T"),
+    ("queries", ones((3, 8)), "queries must have rank 3"),
+    ("queries", ones((2, 2, 8)), "queries.* must agree on T"),
+    ("rows", {"other": ones((3, 8))}, "rows must have the planes of ring"),
+    ("rows", {"values": ones((3, 7))}, r"rows\['values'\] must hold rows of float32\[8\]"),
+    ("selected", zeros((3, 3)), "selected must be int32"),
+    ("selected", zeros((2, 3), jnp.int32), "selected must agree on T"),
     ("selected", None, "pool and selected go together"),
     ("pool", None, "pool and selected go together"),
-    ("call.visible", jnp.zeros(3), "visible must be int32"),
-    ("call.visible", jnp.zeros(2, jnp.int32), "visible must agree on T"),
-    ("call.block_table", jnp.zeros((2, 3)), "block_table must be int32"),
-    ("call.segment_ids", jnp.zeros(3, jnp.int8), "segment_ids must be int32"),
-    ("call.slots", jnp.zeros(2, jnp.int32), "slots.* must agree on T"),
-    ("call.positions", jnp.zeros(3), "positions must be int32"),
-    ("call.lengths", jnp.zeros(4, jnp.int32), "lengths.* must agree on T"),
-    ("frequencies", jnp.ones((2, 2)), "frequencies must have rank 1"),
-    ("frequencies", jnp.ones(5), "frequencies must rotate at most C dims"),
+    ("call.visible", zeros(3), "visible must be int32"),
+    ("call.visible", zeros(2, jnp.int32), "visible must agree on T"),
+    ("call.block_table", zeros((2, 3)), "block_table must be int32"),
+    ("call.segment_ids", zeros(3, jnp.int8), "segment_ids must be int32"),
+    ("call.slots", zeros(2, jnp.int32), "slots.* must agree on T"),
+    ("call.positions", zeros(3), "positions must be int32"),
+    ("call.lengths", zeros(4, jnp.int32), "lengths.* must agree on T"),
+    ("frequencies", ones((2, 2)), "frequencies must have rank 1"),
+    ("frequencies", ones(5), "frequencies must rotate at most C dims"),
     ("query_eps", 1e-6, "query_eps wants the frequencies"),
-    ("pool.layer", jnp.int32(0), "pool must be of the ring's layer, 1, got 0"),
+    ("pool.layer", zeros((), jnp.int32), "pool must be of the ring's layer, 1, got 0"),
     ("pool.codec", get_cache_format("bf16").entry, "pool must"),
 ]
 SILENT = [
-    ("rows", {"values": jnp.ones((2, 8))}),
-    ("sink", jnp.ones(1)),
-    ("queries", jnp.ones((3, 1, 8))),
-    ("call.block_table", jnp.zeros(3, jnp.int32)),
-    ("pool.planes", {"values": jnp.ones((3, 4, 2, 7))}),
+    ("rows", {"values": ones((2, 8))}),
+    ("sink", ones(1)),
+    ("queries", ones((3, 1, 8))),
+    ("call.block_table", zeros(3, jnp.int32)),
+    ("pool.planes", {"values": ones((3, 4, 2, 7))}),
 ]
 
 
