@@ -16,7 +16,7 @@ import pytest
 from jax._src import api, lru_cache
 
 import pallas_kernels as pk
-from helpers import gpu_results, quick_interpreter
+from helpers import compiles_nothing, gpu_results, quick_interpreter
 from tools import aot
 
 PROGRAMS = "DSV4_TEST_PROGRAMS"
@@ -29,6 +29,7 @@ def pytest_configure(config):
     # Traces are millions of objects that stay, and each collection of the oldest walks through all.
     gc.set_threshold(50_000, 50, 100)
     quick_interpreter.use()
+    config.pluginmanager.register(compiles_nothing.Watch())
     # No silent dtype or rank promotion anywhere in the packages, in threads of engines too. A block
     # would hold for its own thread, and programs of other threads would be traced once more.
     jax.config.update("jax_numpy_dtype_promotion", "strict")
