@@ -28,7 +28,7 @@ from dsv4_jax.model.weight_forms import RELEASE_FORMS
 
 KINDS = ("nothing moves", "back", "back and there")
 ASKED, HELD = 2, 3
-"""Prefixes on their way, and those for which the device has room beside the running requests."""
+"""Prefixes on their way, at most, and those that the device holds beside the running requests."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,7 +42,7 @@ class Mover:
     """Asks for prefixes in turn; at most `ASKED` are on their way back."""
 
     def __init__(self, engine, prompts):
-        """Of more than `HELD` prompts, whose prefixes are on the host."""
+        """Of prompts whose prefixes are on the host, more than the device has room for."""
         self._host, self._ids = engine.loop.host, itertools.count(10**9)
         hashed = [HashedTokens(np.array(prompt, np.int32), b"", BLOCK) for prompt in prompts]
         for tokens in hashed:
@@ -135,7 +135,10 @@ def run(engine, args, requests):
     def random_tokens(count):
         return rng.integers(2, vocab, count).tolist()
 
-    prompts = [random_tokens(args.tokens // BLOCK * BLOCK + 1) for _ in range(args.prefixes)]
+    blocks = args.tokens // BLOCK
+    # Too many to have room on the device, also while the running requests hold no block.
+    count = engine.plan.pools.num_blocks // blocks + ASKED
+    prompts = [random_tokens(blocks * BLOCK + 1) for _ in range(count)]
     for prompt in prompts:
         make_prefix(engine, prompt)
         evict(engine)
@@ -201,7 +204,6 @@ class Args:
     """Of a run, as `main` reads them."""
 
     tokens: int = 102_400
-    prefixes: int = 5
     gb_s: float = 20.0
     seconds: float = 2.0
     warm_seconds: float = 1.0

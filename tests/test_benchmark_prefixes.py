@@ -32,7 +32,9 @@ def test_requests_run_on_while_prefixes_come_and_go(model):
     for row in rows.values():
         assert min(row["tokens_s"], row["of_quiet"]) > 0
     assert (quiet["back_gb_s"], quiet["there_gb_s"], quiet["prefixes"]) == (0, 0, 0)
-    assert (back["there_gb_s"], back["back_gb_s"] > 0, back["prefixes"] > 0) == (0, True, True)
+    # What leaves is on the host, but for blocks of requests that have ended.
+    assert back["prefixes"] > 0
+    assert back["there_gb_s"] < 0.5 * back["back_gb_s"]
     assert min(both["there_gb_s"], both["back_gb_s"], both["prefixes"]) > 0
     metrics = engine.metrics
     assert metrics.host_lost_bytes == metrics.preempted == metrics.damaged_pages == 0
@@ -40,13 +42,15 @@ def test_requests_run_on_while_prefixes_come_and_go(model):
 
 
 def test_no_more_bytes_move_than_were_asked_for(model):
-    """A prefix that has begun comes; no other follows it."""
+    """Prefixes that have begun come; no other follows them."""
     args = traffic.Args(
         tokens=1024, answer=4000, seconds=0.4, warm_seconds=0.1, rounds=1, host_cache="64MiB",
         gb_s=1e-9,
     )  # fmt: skip
     rows = traffic.run(traffic.build(*model, args, 2), args, 2)
-    assert [rows[kind]["prefixes"] for kind in traffic.KINDS] == [0, 1, 1]
+    quiet, *moving = (rows[kind]["prefixes"] for kind in traffic.KINDS)
+    assert quiet == 0
+    assert all(1 <= count <= traffic.ASKED for count in moving)
 
 
 def test_agents_that_come_back_find_their_conversations_on_the_host(model):
