@@ -179,6 +179,15 @@ class Memory:
     is_host: bool = True
 
 
+def shown_bytes(count: float) -> str:
+    """A number of bytes for people, in the largest of B, KiB, MiB and GiB that it has one of."""
+    if count >= 2**30:
+        return f"{count / 2**30:,.2f} GiB"
+    if count >= 2**20:
+        return f"{count / 2**20:,.1f} MiB"
+    return f"{count / 2**10:,.1f} KiB" if count >= 2**10 else f"{count:,.0f} B"
+
+
 def find_memory() -> Memory | None:
     """The memory of the default device: its own, or on a CPU the host's; None if nobody says.
 

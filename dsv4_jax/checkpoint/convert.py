@@ -41,6 +41,7 @@ from dsv4_jax.model.released import quantize_weight, quantized_shape, released_f
 from dsv4_jax.model.weight_forms import RELEASE_FORMS, STORED
 from dsv4_jax.progress import Progress
 from dsv4_jax.regular_files import read_regular
+from dsv4_jax.runtime import shown_bytes
 from pallas_kernels.common.weights import MXFP4, BlockFP8
 
 _MAX_COPIED_BYTES = 2**27
@@ -284,8 +285,8 @@ def _check_space(destination: pathlib.Path, entries: list[Entry]) -> None:
     free, needed = shutil.disk_usage(existing).free, sum(entry.num_bytes for entry in entries)
     if free < needed:
         raise ValueError(
-            f"{destination} has {free / 2**30:,.1f} GiB of free space, and {needed / 2**30:,.1f} "
-            "GiB are still to be written"
+            f"{destination} has {shown_bytes(free)} of free space, and "
+            f"{shown_bytes(needed)} are still to be written"
         )
 
 

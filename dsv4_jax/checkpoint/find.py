@@ -24,6 +24,7 @@ from dsv4_jax.checkpoint.before_weights import check_before_weights
 from dsv4_jax.checkpoint.hub_answers import explain, find_cached
 from dsv4_jax.progress import Progress
 from dsv4_jax.regular_files import show_path
+from dsv4_jax.runtime import shown_bytes
 
 SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
 """A small trained model that comes with the package: bytes as tokens, every type of layer."""
@@ -240,8 +241,9 @@ def _check_disk(name: str, cache: pathlib.Path, num_bytes: int) -> None:
     free = shutil.disk_usage(there).free
     if num_bytes > free:
         raise OSError(
-            f"{name} takes {num_bytes / 2**30:,.2f} GiB more, and the disk of {cache} has "
-            f"{free / 2**30:,.2f} GiB free; make room, or set HF_HOME to a folder of another disk"
+            f"{name} takes {shown_bytes(num_bytes)} more, and the disk of {cache} has "
+            f"{shown_bytes(free)} free; make room, or set HF_HOME to a folder of another "
+            "disk"
         )
 
 

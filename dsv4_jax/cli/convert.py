@@ -15,6 +15,7 @@ from dsv4_jax.cli.arguments import add_drafts, add_loading, add_weights
 from dsv4_jax.cli.memory import check_memory, largest_tensor_bytes
 from dsv4_jax.cli.values import gib
 from dsv4_jax.model.weight_forms import RELEASE_FORMS
+from dsv4_jax.runtime import shown_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,5 +57,5 @@ def run(args: argparse.Namespace) -> int:
     )
     files = list(args.destination.glob("*.safetensors"))
     written = sum(file.stat().st_size for file in files)
-    print(f"{args.destination}: {written / 2**30:,.3f} GiB in {len(files)} file(s)")
+    print(f"{args.destination}: {shown_bytes(written)} in {len(files)} file(s)")
     return 0

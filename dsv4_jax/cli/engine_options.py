@@ -15,6 +15,7 @@ from dsv4_jax.cli.memory import Loading, check_engine_memory
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.weight_forms import STORED, WEIGHT_FORMS, dtype_beside
 from dsv4_jax.rules import rules_of
+from dsv4_jax.runtime import shown_bytes
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.options import EngineOptions
 from dsv4_jax.serving.sizing import find_host_cache_bytes
@@ -178,5 +179,5 @@ def build_engine(
     )
     if options.host_cache_bytes == "auto":
         found = engine.plan.host_cache_bytes
-        say(f"[--host-cache auto: {found / 2**30:,.2f} GiB, half of what is free]")
+        say(f"[--host-cache auto: {shown_bytes(found)}, half of what is free]")
     return engine

@@ -21,7 +21,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.mesh import mesh_sizes
 from dsv4_jax.model.params import param_shapes
 from dsv4_jax.model.weight_forms import STORED
-from dsv4_jax.runtime import find_memory
+from dsv4_jax.runtime import find_memory, shown_bytes
 from dsv4_jax.serving.options import EngineOptions
 from dsv4_jax.serving.sizing import step_sizes
 from dsv4_jax.standard_streams import say
@@ -29,8 +29,6 @@ from dsv4_jax.step.settings_size import settings_bytes
 
 HOST_BYTES = 2**30
 """What XLA takes of a host to compile and run steps on a CPU."""
-
-_GIB = 2**30
 
 
 def check_memory(needs: dict[str, int], way_out: str, *, told: bool = True) -> None:
@@ -48,17 +46,17 @@ def check_memory(needs: dict[str, int], way_out: str, *, told: bool = True) -> N
     if memory is not None and memory.is_host:
         needs = needs | {"XLA": HOST_BYTES}
     needed = sum(needs.values())
-    listed = ", ".join(f"{name} {count / _GIB:,.2f}" for name, count in needs.items())
+    listed = ", ".join(f"{name} {shown_bytes(count)}" for name, count in needs.items())
     if memory is None:
         return  # nobody says what there is
-    has = f"{memory.name} has {memory.free_bytes / _GIB:,.2f} of {memory.total_bytes / _GIB:,.2f}"
+    free, total = shown_bytes(memory.free_bytes), shown_bytes(memory.total_bytes)
     if needed > memory.free_bytes:
         raise MemoryError(
-            f"needs {needed / _GIB:,.2f} GiB ({listed}), and {has} GiB free; take {way_out}"
+            f"needs {shown_bytes(needed)} ({listed}), and {memory.name} has {free} of {total} "
+            f"free; take {way_out}"
         )
     if told:
-        text = f"[needs {needed / _GIB:,.2f} GiB ({listed}); {has} free]"
-        say(text)
+        say(f"[needs {shown_bytes(needed)} ({listed}); {memory.name} has {free} of {total} free]")
 
 
 class Loading(NamedTuple):

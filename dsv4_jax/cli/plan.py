@@ -35,6 +35,7 @@ from dsv4_jax.config.kinds import MAX_I32
 from dsv4_jax.model.params import param_shapes
 from dsv4_jax.model.weight_forms import STORED, WEIGHT_FORMS
 from dsv4_jax.model.weight_sizes import bytes_by_family
+from dsv4_jax.runtime import shown_bytes
 from dsv4_jax.serving.options import EngineOptions
 
 _MIB = 2**20
@@ -156,10 +157,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name:<28}{count / _MIB:>18,.2f}{count / args.context:>18,.2f}")
     draft = (tree_bytes(cache) - tree_bytes(trunk)) / args.requests
     print(f"{'draft window':<28}{draft / _MIB:>18,.2f}")
-    print(f"\ncache: {total / 2**30:,.2f} GiB, tables and lengths included")
+    print(f"\ncache: {shown_bytes(total)}, tables and lengths included")
     print_weights(families, args.weights)
     draft = f", {draft_name(config)} included" if config.has_draft else ""
-    print(f"\nweights: {weights / 2**30:,.2f} GiB, {weights:,} bytes{draft}")
+    print(f"\nweights: {shown_bytes(weights)}, {weights:,} bytes{draft}")
     print("\n".join(rest))
     print_tiers(config, args)
     _print_files(files)
@@ -190,24 +191,23 @@ def _fit(
     beside = weight_bytes + placed.workspace_bytes
     free = gpus.memory_bytes - beside
     fitting = max(int(free // per_request), 0)
-    lines = [
-        f"workspace: {placed.workspace_bytes / 2**30:,.2f} GiB, estimated, {STEP_TOKENS} tokens"
-    ]
+    workspace = shown_bytes(placed.workspace_bytes)
+    lines = [f"workspace: {workspace}, estimated, {STEP_TOKENS} tokens"]
     if fitting:
-        lines.append(f"left for a cache: {free / 2**30:,.2f} GiB of {gpus}")
+        lines.append(f"left for a cache: {shown_bytes(free)} of {gpus}")
         lines.append(f"requests that fit: {fitting:,}")
     needed = beside + args.requests * per_request
     asked = f"{args.requests:,} request(s) of {args.context:,} tokens"
     if needed <= gpus.memory_bytes:
         print(
-            f"fits {gpus}: weights, workspace and {asked} take {needed / 2**30:,.2f} GiB of its "
-            f"{gpus.memory_bytes / 2**30:,.2f} GiB, and at most {fitting:,} would fit"
+            f"fits {gpus}: weights, workspace and {asked} take {shown_bytes(needed)} of its "
+            f"{shown_bytes(gpus.memory_bytes)}, and at most {fitting:,} would fit"
         )
         return True, lines
     print(
         f"does not fit {gpus}: weights, workspace and {asked} take "
-        f"{needed / 2**30:,.2f} GiB, {(needed - gpus.memory_bytes) / 2**30:,.2f} GiB more than "
-        f"its {gpus.memory_bytes / 2**30:,.2f} GiB"
+        f"{shown_bytes(needed)}, {shown_bytes(needed - gpus.memory_bytes)} more than "
+        f"its {shown_bytes(gpus.memory_bytes)}"
     )
     would = [f"--requests {fitting}"] if fitting else []
     pools = placed.pools

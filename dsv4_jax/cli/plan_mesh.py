@@ -13,7 +13,7 @@ from dsv4_jax.cli.arguments import mesh_options
 from dsv4_jax.cli.gpus import Gpus
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.weight_sizes import FORMATS
-from dsv4_jax.runtime import host_memory
+from dsv4_jax.runtime import host_memory, shown_bytes
 
 BATCHES = (1, 32, 256)
 HOST_LINK = 50e9
@@ -68,9 +68,9 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
     )
     count = print_weights(placed.families, args.weights)
     draft = f", {draft_name(config)} included" if config.has_draft else ""
-    print(f"\nweights: {count / _GIB:,.2f} GiB{draft}")
-    print(f"workspace: {placed.workspace_bytes / _GIB:,.2f} GiB, estimated, {STEP_TOKENS} tokens")
-    print(f"left for a cache: {placed.free_bytes / _GIB:,.2f} GiB")
+    print(f"\nweights: {shown_bytes(count)}{draft}")
+    print(f"workspace: {shown_bytes(placed.workspace_bytes)}, estimated, {STEP_TOKENS} tokens")
+    print(f"left for a cache: {shown_bytes(placed.free_bytes)}")
     shard = -(-args.requests // data)
     print(
         f"cache of {shard} request(s) of {args.context:,} tokens: {shard * request / _MIB:,.2f} MiB"
@@ -91,8 +91,10 @@ def _print_answer(
     most, where = placed.data * placed.requests(args.context), _where(placed, gpus)
     asked = f"{args.requests:,} request(s) of {args.context:,} tokens"
     if args.requests <= most:
-        tables = sum(table.num_bytes for table in list_tables(config)) / _GIB
-        host = f", beside {tables:,.2f} GiB of Engram tables in a host's memory" if tables else ""
+        tables = sum(table.num_bytes for table in list_tables(config))
+        host = (
+            f", beside {shown_bytes(tables)} of Engram tables in a host's memory" if tables else ""
+        )
         print(f"fits {where}: {asked}; at most {most:,} would fit{host}")
         return True
     would = [f"--requests {most}"] if most else []
@@ -189,7 +191,7 @@ def _print_shared(config: DSV4Config, placed: Placement, cache_format: str) -> N
         row = sum(sizes) / sum(engram.table_rows)
         read = len(engram.layers) * engram.num_columns * row
         print(
-            f"Engram tables: {sum(sizes):,} bytes, {sum(sizes) / _GIB:,.2f} GiB, of each host's "
+            f"Engram tables: {sum(sizes):,} bytes, {shown_bytes(sum(sizes))}, of each host's "
             f"memory or disk and none of a GPU; a token reads {read / 1e3:,.1f} KB of them"
         )
         _print_table_reads(engram.num_columns * len(engram.layers), read)

@@ -7,8 +7,7 @@ import argparse
 from dsv4_jax.allocator.pool_plan import plan_pools
 from dsv4_jax.cli.values import num_bytes
 from dsv4_jax.config import DSV4Config
-
-_GIB = 2**30
+from dsv4_jax.runtime import shown_bytes
 
 
 def add_tiers(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +51,7 @@ def print_tiers(config: DSV4Config, args: argparse.Namespace) -> None:
     for name, size in given.items():
         tokens = size // pools.bytes_per_block * pools.block_tokens if pools.bytes_per_block else 0
         print(
-            f"on {name}, in {size / _GIB:,.2f} GiB: {size // prefix:,} prefixes of "
+            f"on {name}, in {shown_bytes(size)}: {size // prefix:,} prefixes of "
             f"{blocks * pools.block_tokens:,} tokens with a snapshot each, or {tokens:,} tokens "
             "of blocks"
         )

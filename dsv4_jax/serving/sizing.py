@@ -19,7 +19,7 @@ from dsv4_jax.hosts import hosts_of
 from dsv4_jax.mesh import AXES, DATA, check_divides, mesh_sizes
 from dsv4_jax.model.draft_params import DraftParams, DSparkParams
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.runtime import host_memory
+from dsv4_jax.runtime import host_memory, shown_bytes
 from dsv4_jax.serving.least_memory import least_memory
 from dsv4_jax.serving.options import DEFAULT_MAX_STEP_MS, NO_STEP_BOUND_MS, EngineOptions
 from dsv4_jax.step.call_cost import base_seconds
@@ -258,9 +258,9 @@ def find_host_cache_bytes(options: EngineOptions) -> int:
         return int(memory.free_bytes * _SHARE_OF_HOST)
     if memory is not None and asked > memory.free_bytes:
         raise MemoryError(
-            f"host_cache_bytes must be at most the {memory.free_bytes / 2**30:,.2f} GiB of "
-            f"{memory.total_bytes / 2**30:,.2f} that {memory.name} has free, got "
-            f'{asked / 2**30:,.2f} GiB; give less, or "auto" for half of it'
+            f"host_cache_bytes must be at most the {shown_bytes(memory.free_bytes)} of "
+            f"{shown_bytes(memory.total_bytes)} that {memory.name} has free, got "
+            f'{shown_bytes(asked)}; give less, or "auto" for half of it'
         )
     return asked
 

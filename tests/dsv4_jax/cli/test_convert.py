@@ -453,7 +453,7 @@ def test_refusals_write_nothing(dense, released, tmp_path, capsys, monkeypatch):
         usage = shutil.disk_usage(tmp_path)._replace(free=1000)
         patch.setattr(shutil, "disk_usage", lambda path: usage)
         line = refusal(capsys, dense, tmp_path / "x" / "y", *options)
-        assert "has 0.0 GiB of free space" in line
+        assert "has 1,000 B of free space, and 1.5 MiB are still to be written" in line
     assert not (tmp_path / "x").exists()
     assert files_of(dense) == before
 

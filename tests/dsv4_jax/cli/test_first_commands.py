@@ -35,16 +35,16 @@ def have(monkeypatch, gib):
         (["bench", "decode", "flash_slim"], "weights 29."),
         (["bench", "decode", "flash"], "weights 529."),
         (["bench", "prefill", "flash_slim"], "weights 29."),
-        (["bench", "kernels", "flash", "--contexts", "1048576"], "cache 3.44"),
-        (["bench", "decode", "pro", "--parts", "cache"], "cache 0.0"),
+        (["bench", "kernels", "flash", "--contexts", "1048576"], "cache 3.44 GiB"),
+        (["bench", "decode", "pro", "--parts", "cache"], "cache 8.1 MiB"),
         (
             ["generate", "shipped", "x"],
-            "weights 0.00",
+            "weights 4.5 MiB",
         ),  # without the draft block, which nobody asked for
-        (["generate", "shipped", "x", "--draft-tokens", "1"], "weights 0.01"),
-        (["verify"], "weights 0.01"),
-        (["evaluate"], "weights 0.01"),
-        (["sweep", "none", "--contexts", "256", "--out", "{folder}/x.jsonl"], "weights 0.01"),
+        (["generate", "shipped", "x", "--draft-tokens", "1"], "weights 6.6 MiB"),
+        (["verify"], "weights 6.6 MiB"),
+        (["evaluate"], "weights 9.1 MiB"),
+        (["sweep", "none", "--contexts", "256", "--out", "{folder}/x.jsonl"], "weights 9.1 MiB"),
         (
             ["convert", str(ds.SHIPPED_CHECKPOINT), "{folder}/x", "--weights", "released"],
             "a tensor",
@@ -63,10 +63,21 @@ def test_what_does_not_fit_is_refused_before_it_is_made(
     captured = capsys.readouterr()
     assert captured.out == ""
     (line,) = captured.err.splitlines()
-    assert re.search(r": needs [\d.]+ GiB \(.*\), and this machine has 0\.90 of 64\.00 GiB", line)
+    assert re.search(
+        r": needs [\d.]+ GiB \(.*\), and this machine has 921\.6 MiB of 64\.00 GiB free", line
+    )
     assert needed in line
     assert "; take " in line
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(0, "0 B"), (1023, "1,023 B"), (1536, "1.5 KiB"), (7_300_000, "7.0 MiB"),
+     (GIB - 1, "1,024.0 MiB"), (GIB, "1.00 GiB"), (1234 * GIB, "1,234.00 GiB")],
+)  # fmt: skip
+def test_bytes_are_told_in_a_unit_that_fits_them(count, told):
+    assert runtime.shown_bytes(count) == told
 
 
 class Stopped(Exception):
@@ -91,7 +102,7 @@ def test_without_a_gpu_a_benchmark_takes_the_tiny_model(monkeypatch, capsys, wha
         main(["bench", what])
     assert seen[0].hidden_size == ds.DSV4Config.tiny().hidden_size
     assert re.fullmatch(
-        r"\[needs 1\.0\d GiB \(.*XLA 1\.00\); this machine .*", capsys.readouterr().err[:-1]
+        r"\[needs 1\.0\d GiB \(.*XLA 1\.00 GiB\); this machine .*", capsys.readouterr().err[:-1]
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cli import main, presets
+from dsv4_jax.runtime import shown_bytes
 from helpers import slow
 from helpers.released_configs import FLASH_0731
 from pallas_kernels.common.formats import CACHE_FORMATS
@@ -111,7 +112,7 @@ def test_numbers_are_those_of_the_arrays(plan, requests):
     with_draft = ds.init_cache(
         ds.DSV4Config.tiny(), max_requests=requests, max_context_tokens=20_000
     )
-    assert f"cache: {with_draft.memory_bytes() / 2**30:,.2f} GiB" in text
+    assert f"cache: {shown_bytes(with_draft.memory_bytes())}" in text
 
 
 def mib_per_request(tree, requests):
