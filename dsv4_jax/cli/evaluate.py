@@ -20,7 +20,7 @@ import numpy as np
 
 from dsv4_jax.bench.results import write_json
 from dsv4_jax.cache.schema import DEFAULT_CACHE_FORMAT
-from dsv4_jax.checkpoint.find import find_checkpoint
+from dsv4_jax.checkpoint.find import find_checkpoint, may_be_checkpoint
 from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.cli.arguments import add_checkpoint, add_corpus, add_follow_links, find_named
 from dsv4_jax.cli.memory import check_weights_memory
@@ -56,10 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--compare",
-        nargs=2,
-        metavar=("A", "B"),
-        help="two ideas: none, a cache format, or module:name of an Idea or a selector; sweep "
-        "takes more; if not given, no two are compared",
+        nargs="+",
+        metavar="IDEA",
+        help="two ideas or more: none, a cache format, or module:name of an Idea or a selector; "
+        "differences are from the first; if not given, none are compared",
     )
     one = parser.add_argument_group("one idea, compared with none")
     one.add_argument(
@@ -98,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints tables, or a comparison."""
+    _settle_compared(args)
     ideas = _find_ideas(args)
     checkpoint = find_checkpoint(args.checkpoint, revision=args.revision, drafts=False)
     config = DSV4Config.from_hf(
@@ -132,6 +133,25 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_tables(report)
     return 0
+
+
+def _settle_compared(args: argparse.Namespace) -> None:
+    """Takes a checkpoint that stands behind the names of `--compare` for what it is.
+
+    Raises:
+      ValueError: there is one idea alone.
+    """
+    names: list[str] | None = args.compare
+    if names is None:
+        return
+    is_idea = names[-1] in ("none", *CACHE_FORMATS) or ":" in names[-1]
+    if args.checkpoint is None and not is_idea and may_be_checkpoint(names[-1]):
+        args.checkpoint = names.pop()
+    if len(names) < 2:
+        raise ValueError(
+            f"--compare must have two ideas or more, got {' '.join(names) or 'none'}; what others "
+            "are compared with comes first, such as --compare none bf16"
+        )
 
 
 def _find_ideas(args: argparse.Namespace) -> dict[str, Idea]:
@@ -223,11 +243,12 @@ def _compare(report: _Report, configs: dict[str, DSV4Config]) -> None:
         print(f"\n{text}")
         for name, values in by_row.items():
             print(f"  {name:<40}{_shown(mean_interval(values))}")
-        if len(by_row) == 2:  # unless an idea is compared with itself
-            difference = paired_difference(*by_row.values())
-            shown = _shown(difference, sign="+")
+        first_name, *others = by_row  # none other where an idea is compared with itself
+        for name in others:
+            difference = paired_difference(by_row[first_name], by_row[name])
             told = "differ" if difference.leaves_out_zero else "may be equal"
-            print(f"  {'difference, row by row':<40}{shown}; they {told}", flush=True)
+            label = "difference, row by row" if len(others) == 1 else f"{name} from {first_name}"
+            print(f"  {label:<40}{_shown(difference, sign='+')}; they {told}", flush=True)
 
 
 def _count_tables(config: DSV4Config) -> int:

@@ -106,6 +106,23 @@ def test_a_comparison_is_paired_and_written_by_row_and_position(checkpoint, fold
     assert idea["loss"]["low"] < idea["loss"]["mean"] < idea["loss"]["high"]
 
 
+def test_more_than_two_ideas_are_compared_with_the_first(checkpoint, folder, capsys, monkeypatch):
+    """The checkpoint may stand behind their names."""
+    levels = {"none": 1.0, "bf16": 1.5, "my_ideas:newest": 0.75}
+
+    def losses(params, rows, *, doing, **options):
+        return np.full((3, 64), levels[doing.split(" (")[0]], np.float32)
+
+    monkeypatch.setattr(evaluate, "losses_by_row", losses)
+    model, *corpus = checkpoint
+    command = ["evaluate", *corpus, "--length", "64", "--rows", "3", "--compare", *levels, model]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("bf16 from none") == printed.count("my_ideas:newest from none") == 2
+    assert "+0.5000 (+0.5000 to +0.5000); they differ" in printed
+    assert "-0.2500 (-0.2500 to -0.2500); they differ" in printed
+
+
 @pytest.mark.slow
 def test_an_evaluation_goes_on_where_it_was_stopped(checkpoint, folder, capsys, monkeypatch):
     command = ["evaluate", *checkpoint, "--length", "64", "--rows", "3", "--json", "a.json"]
@@ -242,6 +259,8 @@ def test_ideas_are_found_by_name(folder):
     ("arguments", "message"),
     [
         (["--compare", "none", "nothing"], "must be none, a cache format"),
+        (["--compare", "none"], "--compare must have two ideas or more, got none"),
+        (["--compare", "bf16", "shipped"], "--compare must have two ideas or more, got bf16"),
         (["--selector", "no_such_module:f"], "cannot be imported: ModuleNotFoundError"),
         (["--selector", "my_ideas:none"], "cannot be imported: AttributeError"),
         (["--selector", "my_ideas:number"], "selector must be a function or None, got 3"),
