@@ -74,15 +74,25 @@ def _run(args: argparse.Namespace) -> int:
         raise
     obstacle = server.endpoints.conversations.obstacle
     if obstacle is not None:
-        rest = "; /v1/completions works"
-        if args.checkpoint in (None, SHIPPED):
-            rest += ", and examples/chat_checkpoint.py writes a small model that has conversations"
-        note(f"no conversations: {obstacle}{rest}")
+        is_shipped = args.checkpoint in (None, SHIPPED)
+        note(tell_of_completions(settings.model_name, obstacle, is_shipped=is_shipped))
     to_whom = "" if settings.api_keys else ", for everybody who reaches it: there is no --api-key"
     note(f"{settings.model_name} answers at {server.url}{to_whom}")
     server.run()
     engine.close()  # known prefixes go to a disk
     return 0
+
+
+def tell_of_completions(name: str, obstacle: str, *, is_shipped: bool) -> str:
+    """What a server says of a model that takes part in no conversations, which is no fault."""
+    chats = "/v1/chat/completions, /v1/responses and /v1/messages"
+    told = f"{name} completes text, at /v1/completions; requests for a chat are refused"
+    if is_shipped:
+        return (
+            f"{told} ({chats}). Nothing is wrong: it has no words for chats, and "
+            "examples/chat_checkpoint.py writes a small model that has them"
+        )
+    return f"{told} ({chats}), since {obstacle}"
 
 
 @contextlib.contextmanager

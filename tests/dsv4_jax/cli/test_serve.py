@@ -15,6 +15,7 @@ import pytest
 
 import dsv4_jax
 from dsv4_jax.cli import main
+from dsv4_jax.cli.serve import tell_of_completions
 from dsv4_jax.serve.server import bind
 from helpers.clients import openai
 
@@ -92,6 +93,15 @@ def test_without_its_libraries_the_server_says_what_to_install(capsys, monkeypat
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "deepseek_recipe", None)
     assert "pip install 'dsv4-jax[serve]'" in message_of(capsys)
+
+
+def test_a_model_that_only_completes_text_does_not_sound_like_a_fault():
+    reason = "the checkpoint has no tokenizer"
+    shipped = tell_of_completions("shipped", reason, is_shipped=True)
+    assert shipped.startswith("shipped completes text, at /v1/completions; requests for a chat are")
+    assert "Nothing is wrong" in shipped
+    assert reason not in shipped
+    assert tell_of_completions("mine", reason, is_shipped=False).endswith(f", since {reason}")
 
 
 @pytest.mark.slow
