@@ -59,6 +59,7 @@ ROOMS = {
         "compat",
         "regular_files",
         "lines",
+        "progress",
         "runtime",
         "mesh",
         "peers",

@@ -186,10 +186,8 @@ def _serve(
     given = 0
     bar: Progress | None = None
     with contextlib.ExitStack() as shown:
-        first = shown.enter_context(Progress(1, unit="program", doing="compiling", has_bar=False))
         for token in engine.stream(*ids):
-            if bar is None:
-                first.end()
+            if bar is None:  # by now it is compiled
                 several = Progress(len(ids), unit="prompt", doing="serving", shown=len(ids) > 1)
                 bar = shown.enter_context(several)
             times.append(time.perf_counter())

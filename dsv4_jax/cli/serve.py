@@ -18,7 +18,6 @@ from dsv4_jax.cli import quick_start
 from dsv4_jax.cli.arguments import add_checkpoint, chosen_fields, chosen_mesh
 from dsv4_jax.cli.engine_options import build_engine, find_model
 from dsv4_jax.cli.serve_options import API_KEY, add_engine, add_limits, add_protocol
-from dsv4_jax.progress import Progress
 from dsv4_jax.serve.settings import ServeSettings
 from dsv4_jax.serving.asynchronous.async_engine import AsyncEngine
 from dsv4_jax.serving.engine import Engine
@@ -157,8 +156,7 @@ def build(args: argparse.Namespace, *, one_shape: bool = False) -> Engine:
     engine = build_engine(args, folder, config, **fields)
     note("compiling")
     start = time.perf_counter()
-    with Progress(1, unit="engine", doing="compiling", has_bar=False):
-        engine.warmup()
+    engine.warmup()
     note(f"compiled in {time.perf_counter() - start:.0f} s")
     return engine
 

@@ -151,7 +151,8 @@ class Engine(EngineCore):
           weights: "stored" keeps FP8 and FP4 weights as they are, "bfloat16" and "float32" decode
             them.
           dtype: dtype of activations; None is that of decoded weights, or else bf16.
-          progress: shows a bar while downloading and loading, as `load_checkpoint` does.
+          progress: shows a bar while downloading and loading, as `load_checkpoint` does, and sets
+            the option of that name, by which the engine says on stderr what it compiles.
           check_weights: refuses NaN and infinity, as in `load_checkpoint`.
           follow_links: reads files that are links out of the directory, as in `load_checkpoint`.
           **fields: fields of `EngineOptions`, as in `Engine`.
@@ -183,7 +184,7 @@ class Engine(EngineCore):
         )
         if _unrolls(options):
             params = unstack_layers(params, donate=True)
-        return cls(config, params, options, tokenizer=tokenizer)
+        return cls(config, params, options.changed(progress=progress), tokenizer=tokenizer)
 
     def submit_many(
         self,

@@ -120,6 +120,8 @@ class EngineOptions:
       overlap: launches the next step before the last one's tokens are read, where the host can plan
         it without them. No token depends on it. Without it nothing runs between two calls, and a
         fork of a running request shares its open block and ring too.
+      progress: says on stderr which program is compiled and how long that has taken so far, if it
+        takes longer than 3 s.
       debug: poisons freed storage and verifies the whole cache after every step, without overlap;
         slow.
 
@@ -242,6 +244,7 @@ class EngineOptions:
     ] = 0
     unroll: Annotated[bool | None, Ruled(Flag())] = None
     overlap: Annotated[bool, Ruled(Flag())] = True
+    progress: Annotated[bool, Ruled(Flag())] = False
     debug: Annotated[bool, Ruled(Flag())] = False
 
     def __post_init__(self) -> None:

@@ -80,6 +80,7 @@ ENGINE = COUNTS | FORMAT | {
     "memory_bytes": bad.integer(1000, None, optional=True),
     "gpu_memory_fraction": bad.number(0, 1, above=True, optional=True),
     "unroll": bad.flag(optional=True),
+    "progress": bad.flag(),
     "debug": bad.flag(),
     "overlap": bad.flag(),
     "idea": bad.instance(optional=True), "host_cache_bytes": bad.byte_count(0, 2**62),

@@ -61,6 +61,7 @@ class EngineArrays:
       store: the snapshots as they are now; the next call may donate them.
       unread: what the last two steps gave, on its way to the host.
       last: what the last step gave, on the devices.
+      when_compiled: is called when the program is compiled that is begun next.
       undrawn: logits of a trunk whose draws have not been launched; None if they have.
     """
 
@@ -76,6 +77,7 @@ class EngineArrays:
         self._plan = plan
         self._hosts = hosts
         self._programs = concurrent.futures.ThreadPoolExecutor(_COMPILED_AT_ONCE)
+        self.when_compiled: Callable[[], object] = lambda: None
         self._begun: list[concurrent.futures.Future[float]] = []
         self._row_bytes: dict[str, int] = {}
         # On CPUs two programs may run side by side, and wait in each other's collectives for ever.
@@ -320,9 +322,11 @@ class EngineArrays:
     ) -> None:
         start = time.perf_counter()
         lowered = program.lower(*arguments, **static)
+        tell = self.when_compiled
 
         def compile_it() -> float:
             lowered.compile()
+            tell()
             return time.perf_counter() - start
 
         self._begun.append(self._programs.submit(compile_it))

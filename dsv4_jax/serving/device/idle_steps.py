@@ -44,21 +44,23 @@ def idle_steps(engine: EnginePlan, *, has_both_forms: bool, simplifies: bool) ->
     most_rows = engine.pools.max_requests * (engine.draft_tokens + 1)
     steps = []
     for size in sizes:
-        steps.append(IdleStep(f"step of {size} tokens", StepPlan.idle(size, holds_prompts=True)))
+        idle = StepPlan.idle(size, holds_prompts=True)
+        steps.append(IdleStep(name_of(idle), idle))
         if engine.upper is not None and (count := engine.upper.sizes.get(size)):
             idle = StepPlan.idle(size, holds_prompts=True, upper_size=count)
-            steps.append(IdleStep(f"step of {size} tokens, {count} by all layers", idle))
+            steps.append(IdleStep(name_of(idle), idle))
         if plain_size is None:
-            name = f"step of {size} tokens without prompts"
+            name = f"{name_of(StepPlan.idle(size))} without prompts"
             if has_both_forms or simplifies:
                 steps.append(IdleStep(name, StepPlan.idle(size)))
             if simplifies:
                 steps.append(IdleStep(f"{name}, simple draws", StepPlan.idle(size), True))
             if several > 1 and size <= most_rows:
                 idle = StepPlan.idle(size, num_steps=several)
-                steps.append(IdleStep(f"{several} steps of {size} tokens", idle, simplifies))
+                steps.append(IdleStep(name_of(idle), idle, simplifies))
     if plain_size is not None:
-        name, idle = f"decode step of {plain_size} tokens", StepPlan.idle(plain_size, is_plain=True)
+        idle = StepPlan.idle(plain_size, is_plain=True)
+        name = name_of(idle)
         steps.append(IdleStep(name, idle))
         if simplifies:
             steps.append(IdleStep(f"{name}, simple draws", idle, True))
@@ -66,9 +68,16 @@ def idle_steps(engine: EnginePlan, *, has_both_forms: bool, simplifies: bool) ->
             steps.append(IdleStep(f"{name}, draws apart", idle, only_trunk=True))
         if several > 1:
             idle = StepPlan.idle(plain_size, is_plain=True, num_steps=several)
-            name = f"{several} decode steps of {plain_size} tokens"
-            steps.append(IdleStep(name, idle, simplifies))
+            steps.append(IdleStep(name_of(idle), idle, simplifies))
     return steps
+
+
+def name_of(plan: StepPlan) -> str:
+    """What people call a step of these sizes."""
+    kind = "decode step" if plan.is_plain else "step"
+    steps = kind if plan.num_steps == 1 else f"{plan.num_steps} {kind}s"
+    by_all = f", {plan.upper_size} by all layers" if plan.upper_size else ""
+    return f"{steps} of {plan.size} tokens{by_all}"
 
 
 def draws_apart(engine: EnginePlan) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.hosts import Hosts
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.device.boundary_rows import snapshot_plan
+from dsv4_jax.serving.device.compile_lines import CompileLines, Job
 from dsv4_jax.serving.device.drawn_counts import CountKeeper
 from dsv4_jax.serving.device.engine_arrays import EngineArrays
 from dsv4_jax.serving.device.engram_rows import RowStager
@@ -96,6 +96,7 @@ class StepRunner:
             EngineArrays(params, plan) if hosts is None else HostedArrays(params, plan, hosts)
         )
         self._num_launched = 0
+        self._lines = CompileLines(shown=plan.options.progress)
         self._start_settings()
         per_shard = {True: self.plan.num_blocks, False: self.plan.max_requests}
         kinds = family_kinds(self.cache)
@@ -169,7 +170,9 @@ class StepRunner:
         Returns:
           What waits for the step's result; None if that is left too.
         """
-        self._prepare(plan, running, lengths, boundaries, is_fed, only_trunk)()
+        launch = self._prepare(plan, running, lengths, boundaries, is_fed, only_trunk)
+        with self._lines.of_first(plan, launch.keywords, self._all_steps):
+            launch()
         return None if only_trunk else self._reader_of_last()
 
     def run_draws(
@@ -300,15 +303,8 @@ class StepRunner:
         blocks = self._shards * self.plan.num_blocks if self._engine_plan.options.debug else None
         width = self.cache.block_table.shape[1]
         changes = idle_changes(self._num_slots, width, num_blocks=blocks)
-        has_both = self._activations != self._prefill_activations
-        steps = idle_steps(self._engine_plan, has_both_forms=has_both, simplifies=self.simplifies)
-        try:
-            for step in steps:
-                self.run_idle(step, only_compiles=True)
-        finally:  # none is left for the next call
-            seconds = self.devices.finish_compiling()
-        compiled = dict(zip((step.name for step in steps), seconds, strict=True))
-        jobs: list[tuple[str, Callable[[], object]]] = [
+        steps = self._all_steps()
+        jobs: list[Job] = [
             ("tables", lambda: self.devices.change(changes, False)),
             ("copies and snapshot loads", lambda: self.devices.change(changes, True)),
             ("snapshots between steps", lambda: self.save([])),
@@ -321,13 +317,11 @@ class StepRunner:
             jobs += page_jobs(devices) if several else copy_jobs(devices)
         if self._engine_plan.grammars:
             jobs.append(("tokenizer of grammars", self._grammars.prepare))
-        times = []
-        for name, job in jobs:
-            started = time.perf_counter()
-            job()
-            jax.block_until_ready((self.cache, self.devices.store))
-            times.append((name, compiled.get(name, 0.0) + time.perf_counter() - started))
-        return times
+        return self._lines.run_all(self, steps, jobs)
+
+    def _all_steps(self) -> list[IdleStep]:
+        has_both = self._activations != self._prefill_activations
+        return idle_steps(self._engine_plan, has_both_forms=has_both, simplifies=self.simplifies)
 
     def _only_decodes(self, plan: StepPlan) -> bool:
         """Whether a step has programs of its own, which no prompt takes."""

@@ -135,7 +135,7 @@ def test_processes_of_a_mesh_see_every_option_of_another_engine():
         "prefill_tokens": (8,), "decode_tokens": 64, "draft_tokens": 1, "draft_cut": True,
         "grammars": False, "activations": "bfloat16", "prefill_activations": "bfloat16",
         "num_blocks": 200, "num_snapshots": 1, "memory_bytes": 2**32, "unroll": True,
-        "overlap": False, "debug": True, "split_cache": True, "steps_per_call": 2,
+        "overlap": False, "debug": True, "progress": True, "split_cache": True, "steps_per_call": 2,
         "max_step_ms": 40, "host_cache_bytes": 2**20, "disk_cache_dir": "pages",
     }  # fmt: skip
     not_shown = {"mesh", "idea", "gpu_memory_fraction", "disk_cache_bytes"}

@@ -9,7 +9,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cache.packed_rows import _packing, _unpacking
-from dsv4_jax.serving.device import engine_arrays
+from dsv4_jax.serving.device import compile_lines, engine_arrays
 from helpers import tolerance
 from helpers.serving import SIZES, one_layer, prompt, run_to_end
 
@@ -79,6 +79,46 @@ def test_nothing_compiles_after_warmup(case):
     engine.step()  # which counts compiles
     assert engine.metrics.hit_tokens > 0
     assert engine.metrics.compiles == compiled
+
+
+@pytest.mark.slow
+def test_programs_are_told_while_they_compile(monkeypatch):
+    """By warm-up with a number of all; without it by the first launch of each, and by no other."""
+    told = []
+
+    class Recorder:
+        def __init__(self, total, *, doing, shown=True, **options):
+            self.lines = [(doing, total)] if shown else []
+
+        def begin(self, name):
+            self.lines.append(name)
+
+        def add(self, count=1, *, name=None):
+            self.lines.append(f"done {name}")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            told.extend(self.lines)
+
+    monkeypatch.setattr(compile_lines, "Progress", Recorder)
+    options = CASES["plain"][0]
+    engine = make_engine(**options, progress=True)
+    for _ in range(2):
+        run_to_end(engine, engine.submit([1, 2, 3], max_new_tokens=3, stop_token_ids=()))
+    assert told == [
+        ("compiling program 1 of at most 2 (step of 24 tokens)", 1),
+        ("compiling program 2 of at most 2 (decode step of 4 tokens)", 1),
+    ]
+    told.clear()
+    names = [name for name, _ in engine.warmup()]
+    assert told[0] == ("compiling", len(names))
+    assert sorted(told[1:]) == sorted([*names, *(f"done {name}" for name in names)])
+    told.clear()
+    silent = make_engine(**options)
+    run_to_end(silent, silent.submit([1, 2, 3], max_new_tokens=3, stop_token_ids=()))
+    assert told == []
 
 
 @pytest.mark.slow
