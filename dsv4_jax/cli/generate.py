@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
@@ -97,11 +97,9 @@ def run(args: argparse.Namespace) -> int:
     if follows:
         engine.follow()
         return 0
-    _note(f"compiling for the first tokens ({time.perf_counter() - started:.1f} s to load)")
+    _note(f"loaded in {time.perf_counter() - started:.1f} s; compiling for the first tokens")
     ids = [engine.submit(prompt, sampling=sampling) for prompt in prompts]
     streams = len(prompts) == 1 and not args.json
-    if streams and sys.stdout.isatty() and Progress.has_terminal():
-        say(prompts[0], end="")  # what the answer goes on from
     times: list[float] = []
     failed = 0
     for number, completion in _serve(engine, ids, streams=streams, times=times):
@@ -112,17 +110,28 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(_describe(prompts[number], completion)), flush=True)
         else:
             print("" if streams else completion.text, flush=True)
-    if times:
-        _note(f"{len(times)} tokens, the first after {times[0] - started:.1f} s")
-    warm = 2 * len(ids)  # both programs are compiled by then
-    if len(times) > warm:
-        rate = (len(times) - warm) / (times[-1] - times[warm - 1])
-        _note(f"{rate:.0f} tokens/s once compiled, at {times[warm - 1] - started:.1f} s")
+    _tell_times([moment - started for moment in times], warm=2 * len(ids))
     if drafted := engine.metrics.drafted_at.get("1"):
         kept = engine.metrics.accepted_tokens / drafted
         _note(f"{1 + kept:.1f} tokens a round: of each round's drafts {kept:.1f} were kept")
     engine.close()
     return failed
+
+
+def _tell_times(times: Sequence[float], *, warm: int) -> None:
+    """Says how fast tokens came.
+
+    Args:
+      times: seconds to each.
+      warm: tokens after which all programs are compiled.
+    """
+    if not times:
+        return
+    text = f"{len(times)} tokens, the first after {times[0]:.1f} s"
+    if len(times) > warm:
+        rate = (len(times) - warm) / (times[-1] - times[warm - 1])
+        text += f"; {rate:.0f} tokens/s once compiled"
+    _note(text)
 
 
 def _settle_prompts(args: argparse.Namespace) -> None:

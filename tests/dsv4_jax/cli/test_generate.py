@@ -54,9 +54,10 @@ def generate(checkpoint, capsys):
     settings += ["--cache-format", "bf16", "--max-requests", "2"]
 
     def run(*arguments):
-        assert main(["generate", str(checkpoint), *arguments, *settings]) == 0
+        assert main(["generate", *run.words, *arguments]) == 0
         return capsys.readouterr()
 
+    run.words = [str(checkpoint), *settings]
     return run
 
 
@@ -78,6 +79,30 @@ def test_answers_are_alone_on_stdout(generate):
     assert "tokens/s" in shown.err
     assert "[needs 1." in shown.err
     assert generate(PROMPTS[0]).out == f"{answers[0]}\n"
+
+
+def test_a_terminal_shows_the_answer_alone_after_what_is_said(generate, monkeypatch):
+    """No prompt, and no line in the middle of the answer."""
+    written = []
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+        def write(self, text):
+            written.append((self, text))
+            return len(text)
+
+    out, err = Terminal(), Terminal()
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", err)
+    assert main(["generate", *generate.words, PROMPTS[0]]) == 0
+    of_answer = [number for number, (stream, _) in enumerate(written) if stream is out]
+    assert of_answer == list(range(of_answer[0], of_answer[-1] + 1))
+    said = "".join(text for stream, text in written if stream is err)
+    assert PROMPTS[0] not in said
+    assert "".join(text for stream, text in written if stream is out).endswith("\n")
+    assert "tokens/s once compiled]" in said
 
 
 @pytest.mark.slow
