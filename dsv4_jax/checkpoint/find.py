@@ -14,17 +14,19 @@ import pathlib
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import huggingface_hub
-from huggingface_hub import constants, hf_api
-from huggingface_hub import utils as hub_utils
+from huggingface_hub import constants
 
 from dsv4_jax import checks
 from dsv4_jax.checkpoint.before_weights import check_before_weights
-from dsv4_jax.checkpoint.hub_answers import explain, find_cached
 from dsv4_jax.progress import Progress
 from dsv4_jax.regular_files import show_path
 from dsv4_jax.runtime import shown_bytes
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoSibling
 
 SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
 """A small trained model that comes with the package: bytes as tokens, every type of layer."""
@@ -157,6 +159,8 @@ def _download(
     except Exception as error:  # of requests, httpx or httpx2, by the version of huggingface_hub
         if _is_our_own(error):
             raise
+        from dsv4_jax.checkpoint.hub_answers import find_cached
+
         return find_cached(name, revision, error)
     commit = folder.name
     fetch = functools.partial(_fetch_or_say, name, revision=commit)
@@ -209,6 +213,8 @@ def _fetch_or_say(name: str, file: str, revision: str) -> None:
     except Exception as error:  # as in `_download`
         if _is_our_own(error):
             raise
+        from dsv4_jax.checkpoint.hub_answers import explain
+
         raise OSError(
             f"the download of {name} broke off at {file}: {explain(name, error)}; what has come is "
             "kept, so try again"
@@ -226,11 +232,12 @@ def _is_our_own(error: Exception) -> bool:
     The hub's are `ValueError` and `OSError` too, by its version; the latter have no number.
     """
     of_disk = isinstance(error, OSError) and error.errno is not None
-    of_argument = type(error) is ValueError or isinstance(error, hub_utils.HFValidationError)
+    refused = huggingface_hub.utils.HFValidationError
+    of_argument = type(error) is ValueError or isinstance(error, refused)
     return of_argument or (of_disk and not isinstance(error, ConnectionError | TimeoutError))
 
 
-def _has_blob(blobs: pathlib.Path, file: hf_api.RepoSibling) -> bool:
+def _has_blob(blobs: pathlib.Path, file: RepoSibling) -> bool:
     """Whether the cache has the contents of a file, as another revision's."""
     digest = file.lfs.sha256 if file.lfs else file.blob_id
     return digest is not None and (blobs / digest).is_file()
@@ -249,17 +256,17 @@ def _check_disk(name: str, cache: pathlib.Path, num_bytes: int) -> None:
 
 def _has_bars() -> bool:
     """Whether the hub's own bars show a file's bytes as they come."""
-    return Progress.has_terminal() and not hub_utils.are_progress_bars_disabled()
+    return Progress.has_terminal() and not huggingface_hub.utils.are_progress_bars_disabled()
 
 
 @contextlib.contextmanager
 def _bars_shown(shown: bool) -> Iterator[None]:
     """The hub's own bars, which a terminal shows, or none."""
-    if shown or hub_utils.are_progress_bars_disabled():
+    if shown or huggingface_hub.utils.are_progress_bars_disabled():
         yield
         return
-    hub_utils.disable_progress_bars()
+    huggingface_hub.utils.disable_progress_bars()
     try:
         yield
     finally:
-        hub_utils.enable_progress_bars()
+        huggingface_hub.utils.enable_progress_bars()

@@ -1,23 +1,23 @@
-"""The command line, `dsv4-jax`: one file a command."""
+"""The command line, `dsv4-jax`: one file a command.
+
+JAX is imported with a command, not before: its versions and the list of commands need none of it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import platform
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 import dsv4_jax
 from dsv4_jax.cli.ending import run_to_status
-from dsv4_jax.cli.environment import prepare_jax
 from dsv4_jax.cli.old_names import settle_first
 from dsv4_jax.cli.parser import Parser
-from dsv4_jax.runtime import use_compilation_cache
 from dsv4_jax.standard_streams import takes_answers
 
 _COMMANDS = {
@@ -50,6 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_to_status("dsv4-jax", lambda: _run(argv))
 
 
+def import_command(argv: Sequence[str]) -> None:
+    """Imports the command of these words, and JAX with it; nothing if there is none."""
+    if (name := _command_of(argv)) is not None:
+        _module_of(name)
+
+
 def make_parser(only: str | None = None) -> Parser:
     """The parser of all commands.
 
@@ -58,7 +64,7 @@ def make_parser(only: str | None = None) -> Parser:
         adds those of all.
     """
     parser = Parser(prog="dsv4-jax", description="DeepSeek-V4 inference in JAX.")
-    versions = f"jax {jax.__version__}, Python {platform.python_version()}"
+    versions = f"jax {importlib.metadata.version('jax')}, Python {platform.python_version()}"
     parser.add_argument(
         "--version",
         action="version",
@@ -73,19 +79,37 @@ def make_parser(only: str | None = None) -> Parser:
     return parser
 
 
+def use_compilation_cache() -> None:
+    """`runtime.use_compilation_cache`, unless there is no home for it."""
+    from dsv4_jax import runtime
+
+    with contextlib.suppress(ValueError):
+        runtime.use_compilation_cache()
+
+
+def prepare_jax(**flags: str) -> None:
+    """`environment.prepare_jax`."""
+    from dsv4_jax.cli import environment
+
+    environment.prepare_jax(**flags)
+
+
+def _command_of(words: Sequence[str]) -> str | None:
+    return next((word for word in words if word in _COMMANDS), None)
+
+
 def _module_of(name: str) -> Any:
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = make_parser(next((word for word in words if word in _COMMANDS), ""))
+    parser = make_parser(_command_of(words) or "")
     args: Any = parser.parse_args(words)
     if args.command is None or (args.command == "bench" and args.what is None):
         parser.parse_args([*filter(None, [args.command]), "--help"])
     warnings.formatwarning = _format_warning
-    with contextlib.suppress(ValueError):  # there is no home for it
-        use_compilation_cache()
+    use_compilation_cache()
     command = _module_of(str(args.command))
 
     def run() -> int:

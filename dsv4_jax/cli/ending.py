@@ -7,10 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
-import jax
-
 from dsv4_jax.cli.parser import UsageError
-from dsv4_jax.runtime import find_start_problem
 from dsv4_jax.signals import keep_interrupts
 from dsv4_jax.standard_streams import say
 
@@ -48,13 +45,24 @@ def run_to_status(name: str, run: Callable[[], int]) -> int:
         return _say(str(error), 2)
     except (ValueError, OSError, NotImplementedError, Warning) as error:  # as of `python -W error`
         return _say(f"{name}: {error}", 2)
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+    except MemoryError as error:
         return _say(f"{name}: {str(error).strip() or 'not enough memory'}", 1)
     except (RuntimeError, AssertionError) as error:
-        problem = find_start_problem(error)
-        if problem is None:
-            raise
-        return _say(f"{name}: {problem}", 2)
+        return _say(*_explain(name, error))
+
+
+def _explain(name: str, error: Exception) -> tuple[str, int]:
+    """What to say of an error of JAX, and the status; any other one is raised as it is."""
+    import jax  # which a command has imported, unless it only showed help
+
+    from dsv4_jax.runtime import find_start_problem
+
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return f"{name}: {str(error).strip() or 'not enough memory'}", 1
+    problem = find_start_problem(error)
+    if problem is None:
+        raise error
+    return f"{name}: {problem}", 2
 
 
 def flush_answers() -> None:

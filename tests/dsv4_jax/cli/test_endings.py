@@ -364,7 +364,8 @@ def test_notes_that_are_lost_are_told_by_the_status(code, status):
     """A command does its work without them; 2 takes the place of 0."""
     code = (
         "import sys, types; from dsv4_jax import __main__; "
-        f"sys.modules['dsv4_jax.cli'] = types.SimpleNamespace(main=lambda: {code}); "
+        "own = {'import_command': len}; "
+        f"sys.modules['dsv4_jax.cli'] = types.SimpleNamespace(main=lambda: {code}, **own); "
         "sys.exit(__main__.main())"
     )
     command = ["bash", "-c", 'exec "$@" 2>/dev/full', "x", sys.executable, "-c", code]

@@ -80,7 +80,8 @@ def test_an_assertion_of_jax_that_it_has_no_device_is_told(monkeypatch):
 
 def test_what_jax_refuses_as_it_is_imported_is_one_line():
     status, out, err = run(
-        "import sys; from dsv4_jax.__main__ import main; sys.exit(main())", JAX_ENABLE_X64="maybe"
+        "import sys; from dsv4_jax.__main__ import main; sys.argv[1:] = ['plan']; sys.exit(main())",
+        JAX_ENABLE_X64="maybe",
     )
     assert (status, out) == (2, "")
     (line,) = err.splitlines()

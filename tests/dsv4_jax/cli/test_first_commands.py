@@ -1,17 +1,20 @@
 """What a newcomer types first: what is too large is refused, and help says all there is to say."""
 
 import argparse
+import io
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import time
+import types
 
 import jax
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax import cli, runtime
+from dsv4_jax import __main__, cli, runtime
 from dsv4_jax.cli import bench, main, memory
 from dsv4_jax.runtime import Memory
 from dsv4_jax.serving import engine
@@ -205,6 +208,44 @@ def test_help_describes_every_option_and_shows_its_default(command):
         assert "PosixPath" not in shown
 
 
+@pytest.mark.parametrize("words", [["--version"], ["--help"], [], ["--nonsense"], ["nonsense"]])
+def test_what_computes_nothing_comes_without_jax(words):
+    """Its import takes a second or more."""
+    code = (
+        "import sys; from dsv4_jax import __main__\n"
+        f"sys.argv[1:] = {words}\n"
+        "try: __main__.main()\n"
+        "except SystemExit: pass\n"
+        "print('imported', 'jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "imported False", done.stderr
+
+
+class Stream(io.StringIO):
+    is_terminal = True
+
+    def isatty(self):
+        return self.is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_is_told_of_imports_that_take_long(monkeypatch, is_terminal):
+    stream, waited = Stream(), []
+    stream.is_terminal = is_terminal
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(__main__, "_FIRST_LINE_S", 0.01)
+    monkeypatch.setattr(cli, "import_command", lambda words: waited.append(time.sleep(0.3)))
+    monkeypatch.setattr(cli, "main", lambda: 0)
+    monkeypatch.setattr(
+        __main__, "open_standard_streams", lambda: types.SimpleNamespace(have_lost=False)
+    )
+    assert __main__.main() == 0
+    assert waited
+    told = "[importing jax, which takes some seconds]\n" if is_terminal else ""
+    assert stream.getvalue() == told
+
+
 @pytest.mark.slow
 def test_a_command_imports_no_other():
     """Help comes at once, and a command does not wait for what it does not run."""
@@ -214,12 +255,14 @@ def test_a_command_imports_no_other():
         "    try: cli.main(words)\n"
         "    except SystemExit: pass\n"
         "    found = {m.split('.')[2] for m in sys.modules if m.startswith('dsv4_jax.cli.')}\n"
-        "    print('imported', *sorted(found))"
+        "    print('imported', *sorted(found))\n"
+        "assert 'huggingface_hub.hf_api' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     lines = [one.split()[1:] for one in done.stdout.splitlines() if one.startswith("imported")]
     found = [set(line) & cli._COMMANDS.keys() for line in lines]
     assert found == [set(), {"plan"}, {"plan", "verify"}]
+    assert done.returncode == 0, done.stderr
 
 
 def test_commands_have_summaries_without_docstrings(monkeypatch):
