@@ -32,6 +32,9 @@ class Progress:
 
     A unit whose name `begin` told is named, with its number; of several at once the numbers are
     told. Any thread may call `begin` and `add`.
+
+    Attributes:
+      tells_left: whether the time that is left is told; it may change as work goes on.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Progress:
         self._total, self._unit, self._doing = total, unit, doing
         self._done = self._first_done = 0
         self._begun = self._first_end = self._last_end = time.monotonic()
-        self._compiles, self._tells_left = compiles, tells_left
+        self._compiles, self.tells_left = compiles, tells_left
         self._names: list[str] = []
         self._bar: tqdm | None = None
         self._next_line = self._begun + FIRST_LINE_S
@@ -111,7 +114,7 @@ class Progress:
             spent = now - self._begun
             self._next_line = now + (NEXT_LINE_S if spent < LONG_S else LATER_LINE_S)
             text = f"{self._told_place()}{spent:.0f} s"
-            if self._tells_left and self._first_done < self._done < self._total:
+            if self.tells_left and self._first_done < self._done < self._total:
                 pace = (self._last_end - self._first_end) / (self._done - self._first_done)
                 left = pace * (self._total - self._done) - (now - self._last_end)
                 text += f", some {left:.0f} s left" if left > 0 else ""

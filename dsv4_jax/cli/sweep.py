@@ -1,14 +1,17 @@
 """Measures ideas by contexts: loss with its interval, decode steps and memory.
 
 What is measured is kept in a file at once, and steps of the ideas of a context are timed in turns.
-Started again, the command measures what the
-file lacks, and prints the table of all of it.
+The rows of a context are printed as soon
+as its steps have been timed. Started again, the command measures what the file lacks, and prints
+the table of all of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,8 +27,15 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.progress import Progress
 from dsv4_jax.research.losses import trace_loss
 from dsv4_jax.research.named import find_idea
-from dsv4_jax.research.sweep import SweepFile, SweepPlan, measure_context
+from dsv4_jax.research.sweep import (
+    HEADER,
+    SweepFile,
+    SweepPlan,
+    count_measurements,
+    measure_context,
+)
 from dsv4_jax.research.users_code import telling_users_frames
+from dsv4_jax.standard_streams import say
 from dsv4_jax.training.corpus import held_out_rows, read_held_out
 from pallas_kernels.common.formats import CACHE_FORMATS
 
@@ -109,15 +119,38 @@ def run(args: argparse.Namespace) -> int:
         config, params = load_checkpoint(
             checkpoint, dtype=jnp.float32, follow_links=args.follow_links, drafts=False
         )
-        total = 2 * len(missing)
+        wanted = {
+            context: [idea for idea in args.ideas if (idea, context) in missing]
+            for context in args.contexts
+        }
+        total = sum(count_measurements(len(ideas)) for ideas in wanted.values())
         with (
-            Progress(total, unit="measurement", doing="measuring") as bar,
+            Progress(
+                total, unit="measurement", doing="sweep", has_bar=False, tells_left=False
+            ) as bar,
             telling_users_frames(),
         ):
-            for context in args.contexts:
-                ideas = [idea for idea in args.ideas if (idea, context) in missing]
-                sizes: dict[str, Any] = {"ideas": ideas, "context": context}
+
+            def begin(name: str) -> Callable[[], object]:
+                bar.begin(name)
+                return functools.partial(bar.add, name=name)
+
+            print(HEADER, flush=True)
+            for context, ideas in wanted.items():
+                told: dict[str, Any] = {"begin": begin, "tell": lambda text: say(f"[{text}]")}
                 if ideas:
-                    measure_context(config, params, tokens, kept, **sizes, advance=bar.add)
-    print("\n".join(kept.table(args.ideas, args.contexts)))
+                    sizes: dict[str, Any] = {"ideas": ideas, "context": context}
+                    measure_context(config, params, tokens, kept, **sizes, **told)
+                _print_rows(kept, args.ideas, context)
+                bar.tells_left = bool(ideas) or bar.tells_left  # one of each kind has been made
+    else:
+        print(HEADER)
+        for context in args.contexts:
+            _print_rows(kept, args.ideas, context)
     return 0
+
+
+def _print_rows(kept: SweepFile, ideas: list[str], context: int) -> None:
+    """Prints a context's lines of the table, at once."""
+    for line in kept.rows(ideas, context):
+        print(line, flush=True)

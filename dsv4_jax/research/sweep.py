@@ -23,6 +23,11 @@ from dsv4_jax.training.corpus import held_out_rows
 
 _MAX_BYTES = 2**28
 """Of a file of cells."""
+HEADER = (
+    f"{'context':>8}  {'idea':<32}{'loss':>8}{'difference, 95 % interval':>34}"
+    f"{'ms/step, least to most':>28}{'cache MiB':>11}{'work MiB':>10}"
+)
+"""Of a table of cells."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,18 +107,18 @@ class SweepFile:
         if "step_ms" in cell:
             self._cells[key] = cell
 
-    def table(self, ideas: Sequence[str], contexts: Sequence[int]) -> Iterator[str]:
-        """Lines of a table; differences are from the first idea at the same context."""
-        yield (
-            f"{'context':>8}  {'idea':<32}{'loss':>8}{'difference, 95 % interval':>34}"
-            f"{'ms/step, least to most':>28}{'cache MiB':>11}{'work MiB':>10}"
-        )
-        for context in contexts:
-            first = self._cells.get((ideas[0], context))
-            for idea in ideas:
-                cell = self._cells.get((idea, context))
-                if cell is not None and first is not None:
-                    yield _line(cell, first)
+    def rows(self, ideas: Sequence[str], context: int) -> Iterator[str]:
+        """Lines of a context below `HEADER`; differences are from the first idea."""
+        first = self._cells.get((ideas[0], context))
+        for idea in ideas:
+            cell = self._cells.get((idea, context))
+            if cell is not None and first is not None:
+                yield _line(cell, first)
+
+
+def count_measurements(num_ideas: int) -> int:
+    """How many `measure_context` makes: each idea's loss and step, and the timing of all steps."""
+    return 2 * num_ideas + 1 if num_ideas else 0
 
 
 def measure_context(
@@ -124,7 +129,8 @@ def measure_context(
     *,
     ideas: Sequence[str],
     context: int,
-    advance: Callable[[], object] = lambda: None,
+    begin: Callable[[str], Callable[[], object]] = lambda name: lambda: None,
+    tell: Callable[[str], object] = lambda text: None,
 ) -> None:
     """Ideas at one context: the loss of each, then decode steps of all in turns.
 
@@ -139,7 +145,9 @@ def measure_context(
       kept: where cells go, and what is to be measured.
       ideas: their names, `find_idea`.
       context: tokens of a row, and of each request before the timed steps.
-      advance: called for each loss, and for each idea whose steps are timed.
+      begin: called with the name of each of `count_measurements`, as it begins; what it gives is
+        called as that ends.
+      tell: called with a line for each loss that was measured.
 
     Raises:
       ValueError: there is no such idea, or the text is too short.
@@ -147,14 +155,17 @@ def measure_context(
     plan, timers = kept.plan, {}
     rows = held_out_rows(tokens, context)[: plan.num_rows]
     for idea in ideas:
+        end = begin(f"the loss of {idea} at {context:,} tokens")
         if kept.losses(idea, context) is None:
             found = find_idea(idea)
             stored_as = choose_cache_format(found.applied_to(config), None)
             stored = dataclasses.replace(found, cache_format=stored_as).applied_to(config)
             losses = losses_by_row(params, rows, config=stored, progress=False)
             kept.add(idea, context, losses=losses.mean(axis=1, dtype=np.float64).round(6).tolist())
-        advance()
+            tell(f"{idea} at {context:,} tokens: a loss of {losses.mean():.4f}")
+        end()
     for idea in ideas:
+        end = begin(f"compiling a decode step of {idea} at {context:,} tokens")
         timers[idea] = DecodeTimer(
             params,
             rows[0, :-1],
@@ -162,6 +173,8 @@ def measure_context(
             max_requests=plan.num_requests,
         )
         timers[idea].measure_ms()
+        end()
+    end = begin(f"timing the steps of {len(ideas)} idea(s) at {context:,} tokens, in turns")
     turns = [[timer.measure_ms() for timer in timers.values()] for _ in range(plan.repeats)]
     for (idea, timer), times in zip(timers.items(), zip(*turns, strict=True), strict=True):
         cost = timer.cost(round(ms, 4) for ms in times)
@@ -173,7 +186,7 @@ def measure_context(
             cache_bytes=cost.cache_bytes,
             workspace_bytes=cost.workspace_bytes,
         )
-        advance()
+    end()
 
 
 def _line(cell: dict[str, Any], first: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """What a newcomer types first: what is too large is refused, and help says all there is to say."""
 
 import argparse
+import gc
 import io
 import os
 import pathlib
@@ -237,10 +238,10 @@ def test_a_terminal_is_told_of_imports_that_take_long(monkeypatch, is_terminal):
     monkeypatch.setattr(__main__, "_FIRST_LINE_S", 0.01)
     monkeypatch.setattr(cli, "import_command", lambda words: waited.append(time.sleep(0.3)))
     monkeypatch.setattr(cli, "main", lambda: 0)
-    monkeypatch.setattr(
-        __main__, "open_standard_streams", lambda: types.SimpleNamespace(have_lost=False)
-    )
+    notes = types.SimpleNamespace(have_lost=False)
+    monkeypatch.setattr(__main__, "open_standard_streams", lambda: notes)
     assert __main__.main() == 0
+    gc.unfreeze()  # what a process of its own would keep
     assert waited
     told = "[importing jax, which takes some seconds]\n" if is_terminal else ""
     assert stream.getvalue() == told

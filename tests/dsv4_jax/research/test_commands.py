@@ -12,6 +12,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cli import evaluate, main
+from dsv4_jax.progress import Progress
 from dsv4_jax.research import Idea, find_idea, sweep
 from dsv4_jax.research.speed import DecodeCost
 from dsv4_jax.research.sweep import SweepFile, SweepPlan
@@ -228,6 +229,55 @@ def test_steps_are_timed_in_turns_and_losses_are_kept_at_once(tmp_path, monkeypa
     assert [cell["step_ms"] for cell in cells[-2:]] == [[3, 5, 7], [4, 6, 8]]
 
 
+def test_rows_are_printed_as_they_are_known_and_each_measurement_is_named(
+    checkpoint, folder, capsys, monkeypatch
+):
+    """Of a context together, since its ideas are timed in turns; none is printed twice."""
+    seen, begun, told_left = [], [], []
+
+    class Timer:
+        def __init__(self, *args, **options):
+            seen.append(capsys.readouterr())
+
+        def measure_ms(self):
+            return 1.0
+
+        def cost(self, step_ms):
+            return DecodeCost(tuple(step_ms), 1, 2)
+
+    class Recorder(Progress):
+        def __init__(self, total, **options):
+            begun.append(total)
+            super().__init__(total, **options)
+
+        def begin(self, name):
+            begun.append(name)
+            super().begin(name)
+            told_left.append(self.tells_left)
+
+    monkeypatch.setattr(sweep, "DecodeTimer", Timer)
+    monkeypatch.setattr("dsv4_jax.cli.sweep.Progress", Recorder)
+    monkeypatch.setattr(sweep, "losses_by_row", lambda *args, **options: np.ones((2, 8)))
+    command = ["sweep", *checkpoint, "none", "bf16", "--rows", "2", "--contexts", "32,64"]
+    assert main([*command, "--out", "a.jsonl"]) == 0
+    assert begun[0] == len(begun) - 1 == 10
+    assert told_left == [False] * 5 + [True] * 5  # a loss is no measure of a step
+    assert begun[1:6] == [
+        "the loss of none at 32 tokens",
+        "the loss of bf16 at 32 tokens",
+        "compiling a decode step of none at 32 tokens",
+        "compiling a decode step of bf16 at 32 tokens",
+        "timing the steps of 2 idea(s) at 32 tokens, in turns",
+    ]
+    rows = [[line.split()[:2] for line in one.out.splitlines()[:3]] for one in seen]
+    assert rows == [[["context", "idea"]], [], [["32", "none"], ["32", "bf16"]], []]
+    assert "[bf16 at 32 tokens: a loss of 1.0000" in seen[0].err
+    last = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in last] == [["64", "none"], ["64", "bf16"]]
+    assert main([*command, "--out", "a.jsonl"]) == 0
+    assert capsys.readouterr().out.count("\n") == 5
+
+
 def test_a_file_of_cells_loses_a_line_that_was_cut_and_no_other(tmp_path, capsys):
     path = tmp_path / "cells.jsonl"
     kept = SweepFile(path, PLAN)
@@ -237,8 +287,8 @@ def test_a_file_of_cells_loses_a_line_that_was_cut_and_no_other(tmp_path, capsys
     again = SweepFile(path, PLAN)
     assert again.missing(["a", "b"], [64]) == [("b", 64)]
     again.add("b", 64, **FIGURES | {"losses": [1.5, 2.25]})
-    header, a, b = again.table(["a", "b"], [64])
-    assert "95 % interval" in header
+    a, b = again.rows(["a", "b"], 64)
+    assert "95 % interval" in sweep.HEADER
     assert a.split() == ["64", "a", "1.5000", "2.00", "(1.00", "to", "3.00)", "1.00", "0.50"]
     assert "+0.3750 (" in b
     other = dataclasses.replace(PLAN, num_rows=3)
