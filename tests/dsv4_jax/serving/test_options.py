@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import functools
 import inspect
 
+import jax
 import pytest
 
 import dsv4_jax as ds
@@ -120,6 +122,27 @@ def test_steps_have_a_bound_on_gpus_by_default_and_elsewhere_if_it_is_given(monk
     monkeypatch.setattr(sizing.jax, "default_backend", lambda: "gpu")
     assert bound() == 0.12
     assert bound(max_step_ms=600_000) == float("inf")
+
+
+def test_contexts_of_as_many_blocks_share_programs():
+    """Which the page on serving tells those who run a file after another."""
+    config = taught.CONFIG
+
+    def arrays(context):
+        options = EngineOptions(max_context_tokens=context)
+        given = {"params": ds.model.param_shapes(config), "has_tokenizer": True}
+        plan = sizing.plan_engine(config, options, **given)
+        sizes = {
+            "max_requests": 8,
+            "max_context_tokens": context,
+            "num_blocks": plan.pools.num_blocks,
+        }
+        cache = jax.eval_shape(functools.partial(ds.init_cache, config, **sizes))
+        shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(cache)]
+        return shapes, plan.pools.num_snapshots, plan.count_entries, plan.step_sizes
+
+    assert arrays(385) == arrays(500) == arrays(512)
+    assert arrays(513) != arrays(512)
 
 
 def test_processes_of_a_mesh_see_every_option_of_another_engine():
