@@ -1,5 +1,6 @@
 """Kernel tables of the benchmarks are those of the results; the README's figures are there too."""
 
+import itertools
 import json
 import pathlib
 import re
@@ -7,7 +8,7 @@ import re
 import pytest
 
 from benchmarks import tables
-from tools import agents_picture, round_picture
+from tools import agents_picture, prompt_picture, round_picture
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 ROW = {
@@ -156,6 +157,22 @@ def test_the_picture_of_policies_is_that_of_their_table():
     assert made.count("<circle") == 4 * len(shares)
 
 
+def test_the_picture_of_prompts_is_that_of_their_table():
+    points = prompt_picture.read_table(prompt_picture.DOCUMENT.read_text())
+    assert [tokens for tokens, _, _ in points] == [8192, 32_768, 131_072, 1_048_576]
+    for tokens, seconds, tokens_s in points:
+        assert tokens / seconds == pytest.approx(tokens_s, rel=0.002)
+    made = prompt_picture.draw(points)
+    assert prompt_picture.PICTURE.read_text() == made, "run `python -m tools.prompt_picture`"
+    places = [
+        (float(x), float(y)) for x, y in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', made)
+    ]
+    steps = [later[0] - sooner[0] for sooner, later in itertools.pairwise(places)]
+    assert steps == pytest.approx(
+        [steps[0], steps[0], 1.5 * steps[0]], abs=0.3
+    )  # of 4, 4 and 8 times
+
+
 def test_points_of_a_picture_stand_where_their_numbers_say():
     made = round_picture.draw([(1.0, 100, 0.5), (3.0, 300, 1.5)], 5.0)
     places = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', made)
@@ -174,10 +191,15 @@ FROM_DOCUMENT = {
     r"64 requests along `model`: ([\d.]+) ms": "| 1x4 | 1, 8,192 | {0} (4.69 to 6.18) | 1.54 |",
     r"ms, ([\d.]+) ms and": "| 1x4 | 8, 8,192 | {0} (6.71 to 7.22) | 3.25 |",
     r"ms and ([\d.]+) ms": "| 1x4 | 64, 8,192 | {0} (18.57 to 18.83) | 12.52 |",
-    r"16,384 tokens, along `model`: ([\d.]+) ms a step, ([\d,]+) tokens/s": (
+    r"along `model` of four: ([\d.]+) ms a step, ([\d,]+) tokens/s": (
         "| 1x4 | 256, 16,384 | {0} (20.36 to 21.47) | 12.71 | {1} |"
     ),
-    r"prompt of 32,768 tokens: ([\d.]+) s, ([\d,]+) tokens/s": "| 32,768 | 32,768 | {0} | {1} |",
+    r"tokens: ([\d.]+) s, ([\d,]+) tokens/s": (
+        "| 32,768 | 32,768 | uniform | {0} (1.548 to 1.553) | {1} |"
+    ),
+    r"of two: ([\d.]+) ms, ([\d,]+) tokens": (
+        "| 1x2 | 256, 16,384 | {0} (31.27 to 38.25) | 21.86 | {1} |"
+    ),
 }
 
 
