@@ -10,7 +10,6 @@ compute checksums on both ways.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,10 +31,6 @@ MOST_RUN_BYTES = 2**25
 """No copy is of more, but for one of a single row."""
 
 PINNED = "pinned_host"
-
-_COPYING = threading.Lock()
-"""Held by the one thread that copies to a device. A copy has all of the bus anyway, and many
-threads at once would each take the interpreter's lock from the one that launches steps."""
 
 
 def run_sizes(row_bytes: int) -> tuple[int, ...]:
@@ -112,16 +107,15 @@ class DeviceMemory:
         Returns:
           u8[rows, m] and u32[rows, 2], what checksums have come.
         """
-        with _COPYING:
-            # What is launched on copies that are under way makes the steps behind it wait for them.
-            sent = jax.block_until_ready(jax.device_put(list(parts), self._there))
-            packed = sent[0]
-            if packed.shape[0] != rows:
-                packed, start = self.zeros(rows, packed.shape[1]), 0
-                for part in sent:
-                    packed = _place(packed, part, np.int32(start))
-                    start += part.shape[0]
-            return packed, _sums(packed)
+        # What is launched on copies that are under way makes the steps behind it wait for them.
+        sent = jax.block_until_ready(jax.device_put(list(parts), self._there))
+        packed = sent[0]
+        if packed.shape[0] != rows:
+            packed, start = self.zeros(rows, packed.shape[1]), 0
+            for part in sent:
+                packed = _place(packed, part, np.int32(start))
+                start += part.shape[0]
+        return packed, _sums(packed)
 
     def zeros(self, rows: int, width: int) -> jax.Array:
         """u8[rows, width] on the device."""
