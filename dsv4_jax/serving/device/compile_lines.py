@@ -35,7 +35,11 @@ class RunsIdle(Protocol):
 
 
 class CompileLines:
-    """Lines on stderr; see `Progress`."""
+    """Lines on stderr; see `Progress`.
+
+    Attributes:
+      knows_all: nothing is said any more, as all programs are there, or nothing is to be said.
+    """
 
     def __init__(self, *, shown: bool) -> None:
         """No program is compiled yet.
@@ -45,7 +49,7 @@ class CompileLines:
         """
         self._shown = shown
         self._known: set[tuple[object, ...]] = set()
-        self._knows_all = not shown
+        self.knows_all = not shown
 
     def of_first(
         self, plan: StepPlan, options: Mapping[str, Any], steps: Callable[[], Sequence[IdleStep]]
@@ -57,8 +61,6 @@ class CompileLines:
           options: those of the launch.
           steps: gives those of all programs that there can be.
         """
-        if self._knows_all:
-            return contextlib.nullcontext()
         key = plan.size, plan.num_steps, plan.upper_size, *(options[name] for name in _OF_PROGRAMS)
         if key in self._known:
             return contextlib.nullcontext()
@@ -107,5 +109,5 @@ class CompileLines:
                 times.append((name, compiled.get(name, 0.0) + time.perf_counter() - started))
                 if name not in compiled:
                     bar.add(name=name)
-        self._knows_all = True
+        self.knows_all = True
         return times

@@ -171,8 +171,11 @@ class StepRunner:
           What waits for the step's result; None if that is left too.
         """
         launch = self._prepare(plan, running, lengths, boundaries, is_fed, only_trunk)
-        with self._lines.of_first(plan, launch.keywords, self._all_steps):
+        if self._lines.knows_all:
             launch()
+        else:
+            with self._lines.of_first(plan, launch.keywords, self._all_steps):
+                launch()
         return None if only_trunk else self._reader_of_last()
 
     def run_draws(

@@ -686,7 +686,7 @@ def test_a_share_of_the_host_is_found_and_more_than_all_is_refused(monkeypatch):
     sizes = {"max_requests": 1, "max_context_tokens": 8, "num_snapshots": 1}
     engine = ds.Engine(config, params, host_cache_bytes="auto", **sizes)
     assert engine.loop.host.tier.max_bytes == engine.plan.host_cache_bytes == 5 * 2**20
-    with pytest.raises(MemoryError, match=r"the 0\.01 GiB of 0\.06 that this machine has"):
+    with pytest.raises(MemoryError, match=r"the 10\.0 MiB of 64\.0 MiB that this machine has"):
         ds.Engine(config, params, host_cache_bytes="11MiB", **sizes)
     monkeypatch.setattr(sizing, "host_memory", lambda: None)
     with pytest.raises(ValueError, match="must be a number where nobody says how much memory is"):
