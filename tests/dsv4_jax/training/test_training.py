@@ -213,7 +213,8 @@ def test_modules_with_their_code_are_in_one_part_each():
     assert len(train_part) > 5 * len(validation | held_out) > 100
     # Python ships a few modules twice, in its own tests.
     assert len((validation | held_out) & train_part) < 0.02 * len(validation | held_out)
-    assert len(held_out) > len(validation) > 10
+    # A Python without its own tests has 570 modules, of which four are to choose by.
+    assert len(held_out) > len(validation) > 2
 
 
 @pytest.mark.slow
