@@ -442,7 +442,7 @@ def test_streams_that_are_closed_or_full_are_told_by_a_line_and_the_status(
     tmp_path, command, streams
 ):
     """Nothing lands in a file that another descriptor would have had, and nobody is left."""
-    arguments = ["plan", "flash"] if command == "plan" else ["convert", str(SAVED), "out"]
+    arguments = ["plan", "tiny"] if command == "plan" else ["convert", str(SAVED), "out"]
     arguments += ["--weights", "bfloat16"] * (command == "convert")
     redirections = "" if "gone" in streams else streams
     reader, writer = os.pipe()
