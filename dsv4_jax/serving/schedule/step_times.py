@@ -46,7 +46,8 @@ class StepTimes:
 
     A kind without measurements takes the correction of the nearest one that has some. With fewer
     than `TRUSTED` the lesser of both counts: what was slow once, as a program's first launch is,
-    is tried again. No clock is read here, so that a simulation learns as a server does.
+    is tried again. No clock is read here, so that a simulation learns as a server does. A call that
+    is interrupted has learned its measurement or has changed nothing.
     """
 
     def __init__(self, cost: StepCost, num_devices: int = 1, *, upper_share: float = 0.0) -> None:
@@ -88,18 +89,18 @@ class StepTimes:
     def learn(self, load: CallLoad, seconds: float) -> None:
         """A step took so long."""
         kind = _Kind.of(load)
-        errors = self._errors.pop(kind, collections.deque(maxlen=KEPT))
-        self._errors[kind] = errors  # the last one now
         faster = seconds / self.by_arithmetic(load)
-        errors.append(faster if faster < 1 else (seconds - self._reach(load)) / self._base(load))
+        error = faster if faster < 1 else (seconds - self._reach(load)) / self._base(load)
+        errors = collections.deque([*self._errors.get(kind, ()), error], maxlen=KEPT)
+        others = {one: own for one, own in self._errors.items() if one != kind}
+        self._errors = others | {kind: errors}  # one store, since a call may be interrupted
 
     def doubt(self, load: CallLoad) -> None:
         """Leaves a kind one measurement, so that it is tried again if others say that it fits."""
         kind = _Kind.of(load)
         if (own := self._errors.get(kind)) is not None:
             kept = min(middle(own), self._latest_error(kind))
-            own.clear()
-            own.append(kept)
+            self._errors[kind] = collections.deque([kept], maxlen=KEPT)
 
     def _seconds(self, error: float, load: CallLoad) -> float:
         """A faster device is so in all; what makes one slower is not taken to grow with context."""

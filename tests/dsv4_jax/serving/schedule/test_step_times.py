@@ -1,5 +1,7 @@
 """StepTimes: from arithmetic to what was measured, whatever pauses lie between."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from dsv4_jax.serving.schedule.call_load import CallLoad
 from dsv4_jax.serving.schedule.scheduler import RowPlan, StepPlan, StepRows
 from dsv4_jax.serving.schedule.step_times import TRUSTED, StepTimes
 from dsv4_jax.step.call_cost import base_seconds, reach_seconds
+from helpers.interrupts import Interrupt, Lines
 from helpers.simulated_device import FLASH
 
 
@@ -94,3 +97,33 @@ def test_a_device_that_is_a_thousand_times_slower_is_known_after_one_step():
     times.learn(load(256), 1000 * by_arithmetic(load(256)))
     assert times.predict(load(256)) == pytest.approx(1000 * by_arithmetic(load(256)))
     assert times.predict(load(1024)) > 900 * base_seconds(FLASH, 1024, 1024)
+
+
+def test_a_call_that_is_interrupted_at_any_line_has_learned_all_or_nothing():
+    """A kind that was noted without its measurement would end each later step with an error."""
+    calls = [
+        lambda times: times.learn(load(1024), 0.1),
+        lambda times: times.learn(load(256), 0.1),
+        lambda times: times.learn(load(1024), 0.3),
+        lambda times: times.doubt(load(1024)),
+    ]
+
+    def learn(lines):
+        times = StepTimes(FLASH)
+        found = [{size: times.predict(load(size)) for size in (256, 1024, 8192)}]
+        for call in calls:
+            with contextlib.suppress(Interrupt), lines.tracing("step"):
+                call(times)
+            found.append({size: times.predict(load(size)) for size in found[0]})
+            if lines.raised:
+                break
+        return found
+
+    counted = Lines()
+    known = learn(counted)
+    assert len(counted.counts) > 20
+    for line, count in counted.counts.items():
+        for time in range(1, count + 1):
+            found = learn(Lines({line: time}))
+            assert found[:-1] == known[: len(found) - 1]
+            assert found[-1] in known[len(found) - 2 : len(found)], (line, time)
