@@ -21,6 +21,17 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that nothing in a process gives itself."""
 
 
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RUST_BACKTRACE": "0",
+}
+"""Devices are left alone, and work takes one processor. Rust's libraries would start a thread for
+each one of the machine with the first work, whose stacks count as memory of that work. A trace of
+where memory ran out takes memory, and waits forever for the lock that it has itself."""
+
+
 class HelpersClosedError(RuntimeError):
     """No helper works any more, since the server that asked for it ends."""
 
@@ -164,8 +175,7 @@ class Helper:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=os.environ  # it imports the same, and leaves the devices alone
-                | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
+                env=os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 start_new_session=True,  # a key that interrupts the server is not for it
             )
 
