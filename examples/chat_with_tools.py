@@ -103,7 +103,10 @@ def main(argv: list[str] | None = None) -> list[Any]:
     parser.add_argument("--max-tokens", type=int, default=1024)
     args = parser.parse_args(argv)
     with openai.OpenAI(base_url=args.base_url, api_key=args.api_key) as client:
-        model = next(iter(client.models.list())).id
+        try:
+            model = next(iter(client.models.list())).id
+        except openai.APIConnectionError:
+            parser.exit(1, f"no server at {args.base_url}; start one, or pass --base-url\n")
         return chat(
             client,
             model,

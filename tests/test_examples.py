@@ -115,6 +115,17 @@ def test_a_conversation_with_tools(capsys):
 
 
 @pytest.mark.slow
+def test_a_client_of_tools_without_a_server_says_so(capsys):
+    """In one line; port 9 of this machine has none."""
+    example = load("chat_with_tools")
+    with pytest.raises(SystemExit) as ended:
+        example.main(["a question", "--base-url", "http://127.0.0.1:9/v1"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == (
+        "no server at http://127.0.0.1:9/v1; start one, or pass --base-url\n"
+    )
+
+
 def test_a_mesh(tmp_path):
     """In a process of its own, which has as many devices as it asks for."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}

@@ -26,7 +26,7 @@ from dsv4_jax.cli.arguments import (
 )
 from dsv4_jax.cli.gpus import Gpus, read_gpus
 from dsv4_jax.cli.plan_files import Files, count_files
-from dsv4_jax.cli.plan_mesh import draft_name, print_mesh_plan, print_weights
+from dsv4_jax.cli.plan_mesh import draft_note, print_mesh_plan, print_weights
 from dsv4_jax.cli.plan_tiers import add_tiers, print_tiers
 from dsv4_jax.cli.presets import PRESETS
 from dsv4_jax.cli.values import gib, real, whole
@@ -40,6 +40,9 @@ from dsv4_jax.serving.options import EngineOptions
 
 _MIB = 2**20
 
+USUAL_CONTEXT = 131_072
+"""Tokens of a request that nobody has told."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
@@ -52,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context",
         type=whole(),
-        default=131_072,
-        help="tokens per request, also as 128K or 1M",
+        help=f"tokens per request, also as 128K or 1M; if not given, {USUAL_CONTEXT:,}, or the "
+        "most that the model is meant for",
     )
     parser.add_argument("--requests", type=whole(1, 2**20), default=1, help="requests at once")
     add_fields(parser, EngineOptions, ["cache_format"])
@@ -101,7 +104,10 @@ def run(args: argparse.Namespace) -> int:
     config, files = count_files(
         args.config, follow_links=args.follow_links, drafts=args.drafts != "off"
     )
-    if args.context > (longest := config.max_position_embeddings):
+    longest = config.max_position_embeddings
+    if args.context is None:
+        args.context = min(USUAL_CONTEXT, longest)
+    if args.context > longest:
         raise ValueError(
             f"--context must be at most {longest:,}, the longest that {args.config} is meant for, "
             f"got {args.context:,}"
@@ -113,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
             f"and a block table can number {MAX_I32:,}; lower either"
         )
     args.cache_format = choose_cache_format(config, args.cache_format)
+    if args.weights == STORED and files is not None and files.is_decoded:
+        args.weights = "bfloat16"
     gpus = args.gpu
     if args.gpu_gib is not None:
         gpus = Gpus(None, 1, int(args.gpu_gib * 2**30))
@@ -159,8 +167,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'draft window':<28}{draft / _MIB:>18,.2f}")
     print(f"\ncache: {shown_bytes(total)}, tables and lengths included")
     print_weights(families, args.weights)
-    draft = f", {draft_name(config)} included" if config.has_draft else ""
-    print(f"\nweights: {shown_bytes(weights)}, {weights:,} bytes{draft}")
+    print(f"\nweights: {shown_bytes(weights)}, {weights:,} bytes{draft_note(config)}")
     print("\n".join(rest))
     print_tiers(config, args)
     _print_files(files)

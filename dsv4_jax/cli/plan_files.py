@@ -33,11 +33,13 @@ class Files:
       loaded: of it, what is loaded.
       draft: the draft that is loaded, and its part of that.
       left_out: of the files, what is not loaded, by what it is.
+      is_decoded: they have no weight in FP8 or FP4.
     """
 
     loaded: Size
     draft: dict[str, Size]
     left_out: dict[str, Size]
+    is_decoded: bool = False
 
     def lines(self) -> list[str]:
         """One for all, one for what is loaded, one for its draft, one for each part that is not."""
@@ -125,6 +127,8 @@ def _count(inventory: Inventory) -> Files:
         size_of(loaded.values()),
         draft,
         {name: size for name, size in left_out.items() if size.tensors},
+        # A byte or half of one an element is a code.
+        is_decoded=all(tensor.dtype.itemsize > 1 for tensor in loaded.values()),
     )
 
 

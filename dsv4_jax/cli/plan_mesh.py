@@ -67,8 +67,7 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
         f"GPU(s) of {gpus.memory_bytes / _GIB:,.1f} GiB; what follows is of each GPU"
     )
     count = print_weights(placed.families, args.weights)
-    draft = f", {draft_name(config)} included" if config.has_draft else ""
-    print(f"\nweights: {shown_bytes(count)}{draft}")
+    print(f"\nweights: {shown_bytes(count)}{draft_note(config)}")
     print(f"workspace: {shown_bytes(placed.workspace_bytes)}, estimated, {STEP_TOKENS} tokens")
     print(f"left for a cache: {shown_bytes(placed.free_bytes)}")
     shard = -(-args.requests // data)
@@ -126,9 +125,12 @@ def print_weights(families: dict[str, dict[str, int]], title: str) -> int:
     return total.total()
 
 
-def draft_name(config: DSV4Config) -> str:
-    """What the draft of a config is made of."""
-    return "draft block" if config.dspark is None else f"{config.dspark.num_stages} draft stages"
+def draft_note(config: DSV4Config) -> str:
+    """What is said of the draft behind bytes of weights; nothing where there is none."""
+    if not config.has_draft:
+        return ""
+    stages = "draft block" if config.dspark is None else f"{config.dspark.num_stages} draft stages"
+    return f", {stages} included, as for --drafts auto; --drafts off leaves it out"
 
 
 def _print_floor(
@@ -152,14 +154,17 @@ def _print_floor(
         )
 
     print(
-        f"\nfloor of a decode step at the rates of {gpus.kind or 'h200'}: "
+        f"\nfloor of a decode step of requests of {args.context:,} tokens, "
+        f"at the rates of {gpus.kind or 'h200'}: "
         f"{gpus.rates.bandwidth / 1e12:.2g} TB/s, {gpus.rates.link_bandwidth / 1e9:g} GB/s to "
         f"other GPUs, {args.collective_us:g} us a collective"
         + ("" if gpus.kind in (None, "h200") else "; by NVIDIA's figures, not measured")
     )
     titles = ("GPU ms", "collectives ms", "floor ms", "tokens/s", "per GPU", "picks at random ms")
     print(f"{'requests':<10}{''.join(f'{title:>20}' for title in titles)}")
-    for batch in BATCHES:
+    most = placed.data * placed.requests(args.context)
+    batches = sorted({*BATCHES, args.requests, most} - {0})
+    for batch in batches:
         step = floor(batch)
         per_gpu = step.tokens_per_device_s
         cells = [f"{s * 1e3:,.2f}" for s in (step.device_s, step.collective_s, step.seconds)]
@@ -168,8 +173,12 @@ def _print_floor(
         fits = -(-batch // placed.data) <= placed.requests(args.context)
         note = "" if fits else "  more than fit"
         print(f"{batch:<10}{''.join(f'{cell:>20}' for cell in cells)}{note}")
-    rows = -(-BATCHES[-1] // placed.data)
-    for collective in floor(BATCHES[-1]).collectives:
+    print(
+        "tokens pick experts evenly; last column: each at random, so that all GPUs wait for the "
+        "one with most to do"
+    )
+    rows = -(-batches[-1] // placed.data)
+    for collective in floor(batches[-1]).collectives:
         print(
             f"{collective.count} over {collective.axis}, {collective.name}: "
             f"{collective.sent_bytes / 1e6:,.3f} MB sent by a GPU with {rows} requests"

@@ -238,8 +238,7 @@ def _find(path: pathlib.Path, *, follow_links: bool) -> pathlib.Path:
     file = find_file(path, "config.json", follow_links=follow_links) if path.is_dir() else path
     if not has_regular_file(file):
         raise FileNotFoundError(
-            f"no config.json at {show_path(file)}; pass a checkpoint directory, a config.json, or "
-            "its contents"
+            f"no config.json at {show_path(file)}; name a directory that has one, or the file"
         )
     return file
 

@@ -200,7 +200,12 @@ class Conversations:
     ) -> tuple[Turns, recipe.ResponsesEcho | None]:
         """Converts fields that were checked; errors are those of `read`."""
         if self.obstacle is not None:
-            raise ApiError(400, f"{self.obstacle}; use /v1/completions", code="no_conversations")
+            raise ApiError(
+                400,
+                f"this model knows no conversations: {self.obstacle}; use /v1/completions, or "
+                "serve a model that does (examples/chat_checkpoint.py writes a small one)",
+                code="no_conversations",
+            )
         for name in ("temperature", "top_p"):
             read_setting(name, given, name, 1.0)
         digits = Digits()

@@ -210,7 +210,7 @@ def test_several_gpus_of_a_kind_are_a_mesh(plan, capsys):
 def test_released_weights_take_the_published_bytes(plan, config, published):
     """But for hash tables, which the release has in i64 and we in i32."""
     _, text = plan(config)
-    (said,) = re.findall(r"^weights: .* GiB, ([\d,]+) bytes, draft block included$", text, re.M)
+    (said,) = re.findall(r"^weights: .* GiB, ([\d,]+) bytes, draft block included, .*$", text, re.M)
     model = getattr(ds.DSV4Config, config)()
     tables = 3 * model.vocab_size * model.num_experts_per_token * 4
     assert int(said.replace(",", "")) == published - tables
@@ -243,7 +243,9 @@ def test_releases_with_dspark_are_counted(plan, preset, lines):
     """The published counts and bytes. Hash tables are i32 in memory, and i64 in files."""
     _, text = plan(preset, "--context", 8192)
     assert text.splitlines()[-3:] == lines
-    (said,) = re.findall(r"^weights: .* GiB, ([\d,]+) bytes, 3 draft stages included$", text, re.M)
+    (said,) = re.findall(
+        r"^weights: .* GiB, ([\d,]+) bytes, 3 draft stages included, .*$", text, re.M
+    )
     published, stages = (int(lines[i].split()[-2].replace(",", "")) for i in (1, 2))
     assert int(said.replace(",", "")) == published - 3 * 129_280 * 6 * 4
     row = re.findall(r"^draft +[\d,.-]+ .*$", text, re.M)[0].split()[1:]
@@ -265,7 +267,7 @@ def test_stages_are_planned_apart_from_the_trunk(plan):
     assert re.search(r"^draft window +0\.00$", without, re.MULTILINE)
     _, text = plan("flash-0731", "--gpu", "h200x4", "--context", 8192)
     assert "\n\nflash-0731, fp8_ue8m0: data=" in text
-    assert re.search(r"^weights: [\d.]+ GiB, 3 draft stages included$", text, re.M)
+    assert re.search(r"^weights: [\d.]+ GiB, 3 draft stages included, .*$", text, re.M)
     cells = re.findall(r"^draft +.*$", text, re.M)[0].split()
     routed = 3 * 256 * 3 * 2048 * 4096 * (1 / 2 + 1 / 32)
     assert cells[4] == f"{routed / 4 / 2**20:,.2f}"
@@ -327,6 +329,23 @@ def test_a_mesh_is_planned_device_by_device(plan, config, mesh, weights_gb, left
     )
 
 
+def test_a_step_is_told_of_what_was_asked_for_and_of_the_most_that_fit(plan):
+    _, text = plan("flash", "--gpu", "h200x2", "--requests", 200)
+    (most,) = re.findall(r"at most (\d+) would fit", text)
+    table = text.partition("\nfloor")[2].partition("\ntokens pick")[0].splitlines()[2:]
+    assert [line.split()[0] for line in table] == sorted({"1", "32", "200", most, "256"}, key=int)
+    assert [line.split()[0] for line in table if "more than fit" in line] == ["256"]
+
+
+def test_a_checkpoint_in_bf16_is_counted_as_it_is_and_asked_for_no_more_than_it_is_meant_for(plan):
+    _, text = plan("shipped")
+    assert "1 request(s) of 4,096 tokens" in text
+    assert "weights, bfloat16" in text
+    (told,) = re.findall(r"^weights: .*?, ([\d,]+) bytes, 3 draft stages", text, re.M)
+    (loaded,) = re.findall(r"^loaded: .*?, ([\d,]+) bytes$", text, re.M)
+    assert int(told.replace(",", "")) == pytest.approx(int(loaded.replace(",", "")), rel=0.01)
+
+
 def test_a_split_cache_is_planned(plan):
     _, text = plan("flash", "--model-shards", 8, "--context", MILLION, "--split-cache")
     assert "data=1, model=8, cache split over model, 8 GPU(s)" in text
@@ -341,6 +360,7 @@ def test_a_mesh_says_what_fits_and_what_a_step_takes_at_least(plan):
     assert [name in rows for name in ("1", "32", "256")] == [True] * 3
     assert "more than fit" in rows["256"]
     assert "more than fit" not in rows["32"]
+    assert f"a decode step of requests of {MILLION:,} tokens" in text
     _, slower = plan("flash", "--model-shards", 8, "--context", MILLION, "--collective-us", 16)
     assert floor_ms(slower) == pytest.approx(floor_ms(text) + 88 * 0.01, abs=0.011)
     _, small = plan("pro", "--data-shards", 8, "--context", MILLION, "--gpu-gib", "130GiB")
