@@ -18,6 +18,7 @@ import dsv4_jax
 from dsv4_jax.cli.ending import run_to_status
 from dsv4_jax.cli.old_names import settle_first
 from dsv4_jax.cli.parser import Parser
+from dsv4_jax.signals import end_at_once
 from dsv4_jax.standard_streams import takes_answers
 
 _COMMANDS = {
@@ -104,23 +105,25 @@ def _module_of(name: str) -> Any:
 
 def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = make_parser(_command_of(words) or "")
-    args: Any = parser.parse_args(words)
-    if args.command is None or (args.command == "bench" and args.what is None):
-        parser.parse_args([*filter(None, [args.command]), "--help"])
-    warnings.formatwarning = _format_warning
-    use_compilation_cache()
-    command = _module_of(str(args.command))
+    with end_at_once("dsv4-jax"):  # imports of a command take seconds
+        parser = make_parser(_command_of(words) or "")
+        args: Any = parser.parse_args(words)
+        if args.command is None or (args.command == "bench" and args.what is None):
+            parser.parse_args([*filter(None, [args.command]), "--help"])
+        warnings.formatwarning = _format_warning
+        use_compilation_cache()
+        command = _module_of(str(args.command))
 
     def run() -> int:
-        settle_first(args)
-        if args.command not in _ANSWER_ELSEWHERE and not takes_answers():
-            raise ValueError(
-                "standard output must be open for writing, since answers go there; add > FILE, or "
-                "> /dev/null"
-            )
-        if (args.command, getattr(args, "what", None)) not in _WITHOUT_JAX:
-            prepare_jax(**_flags_of(args))
+        with end_at_once(f"dsv4-jax {args.command}"):
+            settle_first(args)
+            if args.command not in _ANSWER_ELSEWHERE and not takes_answers():
+                raise ValueError(
+                    "standard output must be open for writing, since answers go there; add > FILE, "
+                    "or > /dev/null"
+                )
+            if (args.command, getattr(args, "what", None)) not in _WITHOUT_JAX:
+                prepare_jax(**_flags_of(args))
         return command.run(args)
 
     return run_to_status(f"dsv4-jax {args.command}", run)

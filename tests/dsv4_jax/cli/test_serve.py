@@ -192,6 +192,34 @@ def test_an_interrupt_in_a_callback_of_the_collector_ends_a_start():
     assert (done.returncode, done.stderr) == (130, "dsv4-jax serve: interrupted\n")
 
 
+STALLS = """
+import sys, time
+from dsv4_jax import cli
+
+def stall(*_, **__):
+    print("stalls", file=sys.stderr, flush=True)
+    time.sleep(60)
+
+setattr(cli, sys.argv.pop(), stall)
+sys.exit(cli.main(["serve", "--port", "0"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [("_module_of", "dsv4-jax: terminated\n"), ("prepare_jax", "dsv4-jax serve: terminated\n")],
+)
+def test_a_signal_before_the_command_runs_ends_it(stage, said):
+    """While a command is imported, and while JAX is set up: SIGTERM has a line there too."""
+    command = [sys.executable, "-c", STALLS, stage]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr.readline() == "stalls\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=30) == (None, said)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_at_any_moment_of_a_start_ends_it(number):
