@@ -39,7 +39,7 @@ def check_all(arguments):
         mine["csa, all"] = check_layer(mesh, ds.AttentionType.CSA, ALL)
         mine["wrong_device"] = find_wrong_device(mesh)
         if arguments.steps:
-            mine["first_layer_is_exact"] = check_first_layer(name)
+            mine["first_layer"] = check_first_layer(name)
     return found
 
 
@@ -260,7 +260,11 @@ def compare_stored(alone, split, mesh, lengths):
 
 
 def check_first_layer(name):
-    """Whether blocks of a first layer, whose input is the embedding, are those of one device."""
+    """How many values of a first layer's blocks differ from those of one device, and how far.
+
+    Its input is the embedding, so that only roundings of f32 sums differ: the order of a CPU's sums
+    depends on the number of rows. Differences are in steps of the stored codes.
+    """
     config = smallest()
     params = ds.init_params(config, jax.random.key(0))
     mesh = mesh_of(name)
@@ -275,10 +279,16 @@ def check_first_layer(name):
             runner.prefill(tokens, num_tokens=ROWS * 140)
         shards = 1 if where is None else mesh.shape["data"]
         stored.append(read_blocks(runner.cache, shards=shards)["csa"])
-    return all(
-        np.array_equal(np.asarray(a)[:, :, :2], np.asarray(b)[:, :, :2])
-        for a, b in zip(*map(jax.tree.leaves, stored), strict=True)
-    )
+    codes = [
+        [codes_of(np.asarray(leaf)[:, :, :2]) for leaf in jax.tree.leaves(one)] for one in stored
+    ]
+    steps = np.concatenate([np.abs(a - b).ravel() for a, b in zip(*codes, strict=True)])
+    return {"share": float(np.mean(steps > 0)), "most": int(steps.max())}
+
+
+def codes_of(stored):
+    """The bits of values as whole numbers, of which neighbours of one sign are neighbours too."""
+    return stored.view(f"u{stored.dtype.itemsize}").astype(np.int64)
 
 
 def find_wrong_device(mesh):
