@@ -174,12 +174,19 @@ def test_a_real_device_is_measured_and_held_to_its_bound():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("max_step_ms", "loss"), [(80, 0.11), (130, 0.06)])
-def test_what_a_bound_costs(max_step_ms, loss):
-    sizes = (64, 256, 1024, 2048, 8192)
+@pytest.mark.parametrize(
+    ("max_step_ms", "size", "loss"), [(100, 1024, 0.12), (120, 1536, 0.08), (150, 2048, 0.07)]
+)
+def test_what_a_bound_costs(max_step_ms, size, loss):
+    """A bound with the largest size that fits it; 120 ms and 1,536 tokens are an engine's default.
+
+    The rate without a bound was measured in the run whose times the simulation takes. A bound of
+    120 ms cost 5.8 % on that card (docs/benchmarks/serving.md).
+    """
+    sizes = (64, 256, size, 8192)
     bounded, _ = same_load(max_step_ms, 64, sizes=sizes)
     free, _ = same_load(NO_BOUND, 64, sizes=sizes)
-    assert free.prompt_tokens / free.seconds == pytest.approx(8697, rel=0.05)  # seen on an H200
+    assert free.prompt_tokens / free.seconds == pytest.approx(7057, rel=0.02)  # seen on an H200
     assert bounded.gap_ms(1) < max_step_ms
     assert 1 - free.seconds / bounded.seconds < loss
 
@@ -189,11 +196,11 @@ def test_what_a_bound_costs(max_step_ms, loss):
 def test_thousands_of_requests_at_random_times(seed):
     requests, arrivals = random_traffic(1000, seed, 4)
     seen = {}
-    for max_step_ms in (80, NO_BOUND):
+    for max_step_ms in (100, NO_BOUND):
         engine, clock, _ = engine_of(max_step_ms)
         seen[max_step_ms] = serve(engine, clock, requests, arrivals_s=arrivals)
         assert engine.metrics.preempted == 0
     assert seen[100].gap_ms(1) < 5 * PLAIN_MS
-    assert seen[NO_BOUND].gap_ms(0.99) > 400
+    assert seen[NO_BOUND].gap_ms(0.99) > 10 * PLAIN_MS
     for share in (0.5, 0.9, 0.99):  # short prompts do not wait for large steps
         assert seen[100].first_s(share) < 0.7 * seen[NO_BOUND].first_s(share)
