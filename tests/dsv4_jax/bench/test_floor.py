@@ -137,6 +137,8 @@ def test_all_wait_for_the_device_that_most_experts_were_picked_of():
     few = floor.busiest_experts(FLASH, batch=1, num_devices=8)
     assert few == pytest.approx(2.15, abs=0.2)
     assert floor.busiest_experts(FLASH, batch=256, num_devices=8) == pytest.approx(32, abs=0.1)
+    for devices, most in ((8, 32), (3, 86)):  # all are picked of, and nothing is drawn
+        assert floor.busiest_experts(FLASH, batch=2**30, num_devices=devices) == most
     even, uneven = step(8, 1, 1), step(8, 1, 1, busiest=True)
     expert = 3 * 4096 * 2048 * (1 / 2 + 1 / 32) * 43 / roofline.BANDWIDTH
     assert uneven.seconds - even.seconds == pytest.approx((few - 1) * expert, rel=0.01)

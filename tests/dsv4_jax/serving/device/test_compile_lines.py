@@ -98,8 +98,8 @@ def test_after_warmup_and_where_nobody_asked_nothing_is_told(clock, capsys):
     lines = CompileLines(shown=True)
     run_all(lines, clock)
     capsys.readouterr()
-    launch(lines, clock, PROMPTS)
+    assert lines.knows_all  # so that a launch does not ask
     silent = CompileLines(shown=False)
-    launch(silent, clock, PROMPTS)
+    assert silent.knows_all
     run_all(silent, clock)
     assert capsys.readouterr().err == ""
