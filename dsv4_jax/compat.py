@@ -6,8 +6,8 @@ No other module imports from `jax._src`. Each function says what nothing public 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax._src import array, cache_key, core, distributed, xla_bridge
@@ -67,6 +67,31 @@ def uncommitted(value: jax.Array) -> jax.Array:
     makes of it, which then is another program for whoever takes that.
     """
     return array.ArrayImpl(value.aval, value.sharding, [value], committed=False)  # type: ignore[arg-type]
+
+
+class Program(NamedTuple):
+    """A compiled program that is launched without a look at its arguments.
+
+    A call of it, or of the jitted function, checks the shape, dtype and place of each array first,
+    which takes longer than to launch a program of many arrays.
+
+    Attributes:
+      execute: takes the leaves of the arguments that it uses, in order. Donated arrays are gone
+        then. `execute(leaves).consume_with_handlers(handlers)` is a list of the results' leaves.
+      handlers: what makes arrays of its results.
+      used: places of those leaves among all.
+    """
+
+    execute: Callable[[Sequence[jax.Array]], Any]
+    handlers: Sequence[Any]
+    used: tuple[int, ...]
+
+
+def program_of(compiled: jax.stages.Compiled) -> Program:
+    """What launches a compiled program, which has no effects."""
+    call = compiled._executable.unsafe_call  # type: ignore[union-attr]
+    handlers, used = call.out_handler.handlers, tuple(sorted(call.kept_var_idx))
+    return Program(call.xla_executable.execute_sharded, handlers, used)
 
 
 type Canonicalize = Callable[..., bytes]

@@ -3,12 +3,14 @@
 CONFIG is as for `benchmarks.bench_engine`, and so is the loop, whose tokens stay on the device.
 Prompts of one token, so that only decode steps are compiled. Prints ms a step of the engine's
 rounds, of its parts on the host, of the step's program launched again and again, whose tokens
-nobody reads, and of the loop: few calls at a time on an idle device, so that no call waits for a
-place in the queue. With `--top-p` below 1 a step takes the program of all draws.
+nobody reads, by the engine's launcher and by the jitted function, and of the loop: few calls at a
+time on an idle device, so that no call waits for a place in the queue. With `--top-p` below 1 a
+step takes the program of all draws.
 """
 
 import argparse
 import collections
+import functools
 import time
 
 import jax
@@ -48,7 +50,6 @@ def main():
 
 def time_engine(config, params, requests, arguments):
     """Prints what an engine's steps take."""
-    plain = engine_arrays.jit_plain_decode_step
     sizes = {"max_requests": requests, "max_context_tokens": CONTEXT}
     engine = ds.Engine(config, params, **sizes, prefill_tokens=(max(64, requests),))
     wanted = {"temperature": arguments.temperature, "top_p": arguments.top_p}
@@ -59,22 +60,43 @@ def time_engine(config, params, requests, arguments):
         engine.step()
     rounds = [milliseconds(engine.step, arguments.steps) for _ in range(3)]
     print(f"{requests} requests, engine: {rounds}", flush=True)
-    spent, calls = time_parts(engine.loop.runner.devices)
+    arrays = engine.loop.runner.devices
+    launcher = arrays.launcher
+    spent, calls = time_parts(arrays)
     milliseconds(engine.step, arguments.steps)
     parts = {name: round(1e3 * s / arguments.steps, 3) for name, s in spent.items()}
     print(f"{requests} requests, parts: {parts}", flush=True)
-    (params, _, step_input, _), static = calls[-1]
-    engine_arrays.jit_plain_decode_step = plain
-    state = [engine.loop.runner.devices.cache, engine.loop.runner.devices.last]
-    for _ in range(4):
-        started = time.perf_counter()
-        for _ in range(LAUNCHES):
-            state = plain(params, state[0], step_input, state[1], **static)
-        called = time.perf_counter() - started
-        jax.block_until_ready(state)
-        whole = time.perf_counter() - started
-        found = [round(1e3 * seconds / LAUNCHES, 3) for seconds in (called, whole)]
-        print(f"{requests} requests, program alone, its calls and all: {found}", flush=True)
+    (program, _, step_input, _), static = calls[-1]
+    ways = {
+        "launcher": functools.partial(launcher, program),
+        "jitted function": functools.partial(program, params),
+    }
+    state = [arrays.cache, arrays.last]
+    for name, launch in list(ways.items()) * 3:
+        found = []
+        for waits in (False, True):
+            called, whole, state = time_launches(
+                lambda state, launch=launch: launch(state[0], step_input, state[1], **static),
+                state,
+                waits=waits,
+            )
+            found.append((round(called, 3), round(whole, 3)))
+        print(f"{requests} requests, {name}, its call and all: {found[0]}, ", end="")
+        print(f"where each waits for the one before: {found[1]}", flush=True)
+
+
+def time_launches(launch, state, *, waits):
+    """Milliseconds of a call and of a step, on average; and what the last one gave."""
+    called, started = 0.0, time.perf_counter()
+    for _ in range(LAUNCHES):
+        begun = time.perf_counter()
+        state = launch(state)
+        called += time.perf_counter() - begun
+        if waits:
+            jax.block_until_ready(state)
+    jax.block_until_ready(state)
+    whole = time.perf_counter() - started
+    return 1e3 * called / LAUNCHES, 1e3 * whole / LAUNCHES, state
 
 
 def milliseconds(step, count):
@@ -91,7 +113,7 @@ def time_parts(arrays):
 
     def timed(name, function):
         def call(*arguments, **options):
-            if name == "jit_plain_decode_step":
+            if name == "launcher":
                 calls.append((arguments, options))
             started = time.perf_counter()
             result = function(*arguments, **options)
@@ -100,9 +122,9 @@ def time_parts(arrays):
 
         return call
 
-    for name in ("jit_plain_decode_step", "_copied", "gather"):
+    for name in ("_copied", "gather"):
         setattr(engine_arrays, name, timed(name, getattr(engine_arrays, name)))
-    for name in ("launch", "read", "change", "save"):
+    for name in ("launcher", "launch", "read", "change", "save"):
         setattr(arrays, name, timed(name, getattr(arrays, name)))
     return spent, calls
 

@@ -321,7 +321,7 @@ class ServingLoop:
         Until the devices have made it the host `works` for who waits.
         """
         waited_from_s = self.clock()
-        if works and (self.queue.waiting or self.host is not None):
+        if works and (self.queue.waiting or (self.host and self.host.fetches)):
             back = int(following is not None and following.read is not None)
             self._reading = flight
             self.queue.work(functools.partial(self.runner.devices.is_ready, back))

@@ -117,6 +117,26 @@ def test_end_traces():
     assert is_traced == [True, False]
 
 
+def test_program_of():
+    """Donated arrays are gone, the others stay, and results are those of a call."""
+    compiled = jax.jit(
+        lambda unused, x, y: (x + y, {"twice": 2 * y}), donate_argnums=1, keep_unused=False
+    ).lower(*[jnp.arange(3.0)] * 3)
+    program = compat.program_of(compiled := compiled.compile())
+    unused, x, y = jnp.zeros(3), jnp.arange(3.0), jnp.ones(3)
+    assert program.used == (1, 2)
+    found = program.execute([x, y]).consume_with_handlers(program.handlers)
+    assert [one.tolist() for one in found] == [[1.0, 2.0, 3.0], [2.0, 2.0, 2.0]]
+    assert [one.is_deleted() for one in (unused, x, y)] == [False, True, False]
+    wanted = jax.tree.leaves(compiled(unused, jnp.arange(3.0), y))
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.aval, one.sharding, one.committed) == (
+            other.aval,
+            other.sharding,
+            other.committed,
+        )
+
+
 def test_no_other_module_looks_inside_jax():
     package = pathlib.Path(dsv4_jax.__file__).parent
     for path in [*package.rglob("*.py"), *(package.parent / "pallas_kernels").rglob("*.py")]:

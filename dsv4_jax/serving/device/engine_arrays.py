@@ -35,6 +35,7 @@ from dsv4_jax.hosts import Hosts
 from dsv4_jax.mesh import gather, mesh_sizes, put, read, shardings_of
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.device.host_calls import every_process
+from dsv4_jax.serving.device.launcher import Launcher
 from dsv4_jax.serving.sizing import EnginePlan
 from dsv4_jax.step.decode_steps import jit_plain_decode_steps, jit_serve_rounds
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
@@ -56,7 +57,7 @@ class EngineArrays:
     """Owns the arrays.
 
     Attributes:
-      params: model parameters.
+      params: model parameters; `launcher`: launches the programs that take them.
       cache: the cache as it is now; the next call donates it.
       store: the snapshots as they are now; the next call may donate them.
       unread: what the last two steps gave, on its way to the host.
@@ -74,6 +75,7 @@ class EngineArrays:
           hosts: the processes of the mesh; None is this one alone.
         """
         self.params = params
+        self.launcher = Launcher(params, config=plan.config)
         self._plan = plan
         self._hosts = hosts
         self._programs = concurrent.futures.ThreadPoolExecutor(_COMPILED_AT_ONCE)
@@ -180,7 +182,7 @@ class EngineArrays:
         if is_simple:
             settings = {"sampling": self._sampling.simplified()}
         serve_input = ServeInput(**settings, **self._bring_input(fields))
-        static: dict[str, Any] = {"config": plan.config, "activations": activations}
+        static: dict[str, Any] = {"activations": activations}
         pools, single, several = (self.cache,), jit_plain_decode_step, jit_plain_decode_steps
         if not is_plain:
             pools, several = (self.cache, self.store), jit_serve_rounds
@@ -189,21 +191,22 @@ class EngineArrays:
         program = single if num_steps is None else several
         if num_steps is not None:
             static["num_steps"] = plan.steps_per_call
-        arguments = self.params, *pools, serve_input, self.last
+        arguments = *pools, serve_input, self.last
         if only_trunk:
             program = jit_plain_trunk
-            arguments = self.params, self.cache, serve_input.step_input, self.last
+            arguments = self.cache, serve_input.step_input, self.last
         if only_compiles:
-            self._begin_compiling(program, arguments, static)
+            static["config"] = plan.config
+            self._begin_compiling(program, (self.params, *arguments), static)
             return
         if self._hosts is not None:
             self._hosts.waits()
         if only_trunk:
-            self.cache, self.undrawn = program(*arguments, **static)
+            self.cache, self.undrawn = self.launcher(program, *arguments, **static)
             if self._waits:
                 jax.block_until_ready((self.cache, self.undrawn))
             return
-        *pools, output = program(*arguments, **static)
+        *pools, output = self.launcher(program, *arguments, **static)
         self.cache, self.store = pools if len(pools) == 2 else (*pools, self.store)
         self._show(output, wants_logprobs=wants_logprobs)
 

@@ -381,18 +381,25 @@ def test_a_real_step_in_two_programs_draws_what_one_draws(monkeypatch):
 def test_nothing_that_the_two_programs_are_given_moves(monkeypatch):
     """XLA rewrites a CUDA graph where an array of it has moved. Logits are let go of in time."""
     engine, places = make_engine(), collections.defaultdict(set)
-    for name in ("jit_plain_trunk", "jit_plain_draw"):
-        program = getattr(engine_arrays, name)
+    arrays = engine.loop.runner.devices
+    launcher, draw = arrays.launcher, engine_arrays.jit_plain_draw
 
-        def note(*arrays, name=name, program=program, **static):
-            leaves = jax.tree.leaves(arrays[1:])  # not the weights, and not the logits
-            places[name].add(tuple(leaf.unsafe_buffer_pointer() for leaf in leaves))
-            assert engine.loop.runner.devices.undrawn is None
-            return program(*arrays, **static)
+    def note(program, leaves):
+        places[program].add(tuple(leaf.unsafe_buffer_pointer() for leaf in leaves))
+        assert arrays.undrawn is None
 
-        monkeypatch.setattr(engine_arrays, name, note)
+    def launch(program, *arguments, **static):
+        note(program, jax.tree.leaves(arguments))
+        return launcher(program, *arguments, **static)
+
+    def draw_them(rows, *arguments, **static):
+        note(draw, jax.tree.leaves(arguments))  # not the logits
+        return draw(rows, *arguments, **static)
+
+    monkeypatch.setattr(arrays, "launcher", launch)
+    monkeypatch.setattr(engine_arrays, "jit_plain_draw", draw_them)
     run_to_end(engine, *submit_short(engine))
-    assert [len(places[name]) for name in ("jit_plain_trunk", "jit_plain_draw")] == [1, 1]
+    assert [len(places[one]) for one in (engine_arrays.jit_plain_trunk, draw)] == [1, 1]
 
 
 @pytest.fixture(scope="module")

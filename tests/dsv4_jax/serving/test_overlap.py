@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving.device import engine_arrays
 from dsv4_jax.serving.schedule.running import Running
 from helpers import serving, slow
 from helpers.engine_life import Life
@@ -64,19 +63,19 @@ def overlapped(calls):
 def test_inputs_that_stay_are_not_brought_again_and_none_moves(monkeypatch, make):
     """XLA rewrites a CUDA graph where an array of it has moved. One array comes back."""
     engine, steps = make(), []
-    for name in ("jit_plain_decode_step", "jit_serve_step"):
-        step = getattr(engine_arrays, name)
+    arrays = engine.loop.runner.devices
+    launcher = arrays.launcher
 
-        def note(*arrays, name=name, step=step, **static):
-            result = step(*arrays, **static)
-            leaves = jax.tree.leaves(arrays[-2])
-            places = [leaf.unsafe_buffer_pointer() for leaf in [*leaves, *jax.tree.leaves(result)]]
-            shown = [jax.tree.leaves(one) for one in engine.loop.runner.devices.unread]
-            size = name, arrays[-2].step_input.token_ids.size
-            steps.append((size, tuple(map(id, leaves)), tuple(places), shown))
-            return result
+    def note(program, *arguments, **static):
+        result = launcher(program, *arguments, **static)
+        leaves = jax.tree.leaves(arguments[-2])
+        places = [leaf.unsafe_buffer_pointer() for leaf in [*leaves, *jax.tree.leaves(result)]]
+        shown = [jax.tree.leaves(one) for one in arrays.unread]
+        size = program, arguments[-2].step_input.token_ids.size
+        steps.append((size, tuple(map(id, leaves)), tuple(places), shown))
+        return result
 
-        monkeypatch.setattr(engine_arrays, name, note)
+    monkeypatch.setattr(arrays, "launcher", note)
     rng = np.random.default_rng(0)
     ids = [engine.submit(prompt(rng, n), **WANTED) for n in (30, 5)]
     while min(engine.requests[one].num_drawn for one in ids) < 2:

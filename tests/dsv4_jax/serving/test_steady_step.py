@@ -11,7 +11,6 @@ import sys
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving.device import engine_arrays
 from helpers.serving import single_steps
 
 pytestmark = pytest.mark.unoptimised
@@ -63,18 +62,19 @@ def test_a_steady_step_makes_few_calls_on_the_host():
 
 def test_few_frames_lie_between_a_step_and_its_program(monkeypatch):
     engine, depths = decoding_engine(), []
-    program = engine_arrays.jit_plain_decode_step
+    arrays = engine.loop.runner.devices
+    launcher = arrays.launcher
 
-    def note(*arrays, **static):
+    def note(program, *arguments, **static):
         frame, names = sys._getframe(1), []
         while frame.f_code is not test_few_frames_lie_between_a_step_and_its_program.__code__:
             names.append(frame.f_code.co_qualname)
             frame = frame.f_back
         depths.append(names)
-        return program(*arrays, **static)
+        return launcher(program, *arguments, **static)
 
-    monkeypatch.setattr(engine_arrays, "jit_plain_decode_step", note)
+    monkeypatch.setattr(arrays, "launcher", note)
     engine.step()
     [names] = depths
     assert "EngineCore.step" in names
-    assert len(names) + 1 <= FRAMES, names  # the program's own is one
+    assert len(names) + 1 <= FRAMES, names  # the launcher's own is one

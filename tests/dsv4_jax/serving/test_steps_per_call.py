@@ -203,17 +203,19 @@ def test_nothing_compiles_after_warmup():
 def test_inputs_that_stay_are_not_brought_again_and_none_moves(monkeypatch):
     """A CUDA graph is written anew where an array has moved."""
     engine, calls = engine_of_calls(), []
-    step = engine_arrays.jit_plain_decode_steps
+    arrays = engine.loop.runner.devices
+    launcher = arrays.launcher
 
-    def note(*arrays, **static):
-        result = step(*arrays, **static)
-        leaves = jax.tree.leaves((arrays[-2], result))
-        calls.append((tuple(map(id, jax.tree.leaves(arrays[-2]))), [
-            leaf.unsafe_buffer_pointer() for leaf in leaves
-        ]))  # fmt: skip
+    def note(program, *arguments, **static):
+        result = launcher(program, *arguments, **static)
+        if program is engine_arrays.jit_plain_decode_steps:
+            leaves = jax.tree.leaves((arguments[-2], result))
+            calls.append((tuple(map(id, jax.tree.leaves(arguments[-2]))), [
+                leaf.unsafe_buffer_pointer() for leaf in leaves
+            ]))  # fmt: skip
         return result
 
-    monkeypatch.setattr(engine_arrays, "jit_plain_decode_steps", note)
+    monkeypatch.setattr(arrays, "launcher", note)
     run_to_end(engine, engine.submit(prompt(np.random.default_rng(7), 5), **LONG))
     whole = calls[2:12]
     assert len({inputs for inputs, _ in whole}) == 1

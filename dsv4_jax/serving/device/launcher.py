@@ -1,0 +1,53 @@
+"""Launcher: launches the programs of an engine's steps at less cost than a jitted function has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from dsv4_jax import compat
+
+
+class Launcher:
+    """Launches jitted functions whose first argument is always the same parameters.
+
+    A jitted function looks at every array that it is given, to find the program that is for them.
+    V4-Flash has 1,822 arrays of parameters, and with them that takes the host longer than to launch
+    the program. Here the arrays of the parameters are listed once, and a program is found by the
+    sizes of the other arguments. The programs are those of the jitted functions, and are compiled
+    once for both.
+
+    All arrays must lie on the devices where those lay for which a program was compiled first.
+    """
+
+    def __init__(self, params: Any, **static: Any) -> None:
+        """Of parameters, and of static arguments, that all programs are given."""
+        self._params, self._static = params, static
+        self._leaves = jax.tree.leaves(params)
+        self._programs: dict[Any, tuple[compat.Program, Any]] = {}
+
+    def __call__(self, program: Any, *arguments: Any, **static: Any) -> Any:
+        """What `program(params, *arguments, **static)` gives; donated arguments are gone.
+
+        Args:
+          program: a jitted function.
+          *arguments: all but the parameters: trees of arrays on the devices.
+          **static: hashable values, beside those that all programs are given.
+        """
+        config = jax.config
+        if config.jax_debug_nans or config.jax_debug_infs or config.jax_disable_jit:
+            return program(self._params, *arguments, **self._static, **static)
+        leaves, structure = jax.tree.flatten(arguments)
+        sizes = tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+        key = program, structure, sizes, tuple(static.items())
+        if key not in self._programs:
+            every = self._static | static
+            compiled = program.lower(self._params, *arguments, **every).compile()
+            self._programs[key] = compat.program_of(compiled), compiled.out_tree
+        found, out_structure = self._programs[key]
+        leaves = self._leaves + leaves
+        if len(found.used) < len(leaves):
+            leaves = [leaves[place] for place in found.used]
+        results = found.execute(leaves).consume_with_handlers(found.handlers)
+        return jax.tree.unflatten(out_structure, results)
