@@ -238,8 +238,10 @@ def own_privates(tree):
                     yield getattr(one, "attr", getattr(one, "id", ""))
 
 
-NOT_OURS = {"os._exit"} | {f"parser.{name}" for name in ("_actions", "_subparsers")}
-"""Private names of the standard library that have no public ones."""
+NOT_OURS = {"os._exit", "compiled._executable"} | {
+    f"parser.{name}" for name in ("_actions", "_subparsers")
+}
+"""Private names of the standard library, and one of JAX in `compat.py`, that have no public ones."""
 REACH = re.compile(r"(?<!self)(?<!cls)\._(?!_)[a-z]")
 
 
