@@ -14,6 +14,7 @@ if not os.path.exists("/dev/nvidiactl"):
 import jax
 import pytest
 from jax._src import api, lru_cache
+from jax._src import config as jax_config
 
 import pallas_kernels as pk
 from helpers import compiles_nothing, gpu_results, quick_interpreter
@@ -111,12 +112,17 @@ def _programs_end_with_their_module():
 
     Until then files share what was compiled, and what is frozen is walked through by no collection.
     """
+    settings = len(jax_config.trace_context())
     yield
     if count_mappings() > MAX_MAPPINGS:
         gc.unfreeze()
         jax.clear_caches()
         gc.collect()
     gc.freeze()
+    # Where a module that is imported late brings one, nothing that was traced is found again.
+    assert len(jax_config.trace_context()) == settings or jax.default_backend() != "cpu", (
+        "JAX got one more setting of traces; import what brings it in helpers/quick_interpreter.py"
+    )
 
 
 def count_mappings():

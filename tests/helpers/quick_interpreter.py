@@ -9,9 +9,13 @@ how many. Sixteen are enough for every kernel here. A program of many small oper
 step of a small model, takes more processor time the more threads it is handed to: a step of
 `helpers/serving.py` takes 9.5 ms with sixteen and 5.5 ms with two, on two cores. So threads of
 kernels run on a client of sixteen, and all else on that of the process.
+
+The first kernel imports a module that gives JAX one more setting. Keys of traces hold all settings,
+so that whatever was traced until then would be traced and compiled once more. It is imported here.
 """
 
 import functools
+import importlib
 import threading
 
 import jax
@@ -30,6 +34,7 @@ _MAKING = threading.Lock()
 
 def use():
     """From here on, in this process."""
+    importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
     jax_callback.io_callback_impl = _call
     shared_memory._to_int = _to_int_of_numpy
     thread_map._run_jaxpr = _run_apart
