@@ -23,8 +23,12 @@ class WholeRooms(LoadFileScheduling):
 def room_of(file):
     """What is handed out together with a file: its room's files whose marker is the same.
 
-    Folders of packages are rooms; a file beside them stands alone.
+    Folders of packages are rooms; a file beside them stands alone. Files of any room that take the
+    engine of the tests of the server go with those, or two workers would compile its step at once.
     """
+    text = (ROOT / file).read_text()
     room = "/".join(file.split("/")[:3])  # tests/dsv4_jax/serving, tests/pallas_kernels/mix
-    is_unoptimised = "mark.unoptimised" in (ROOT / file).read_text()
+    if "warm_engine" in text:
+        room = "tests/dsv4_jax/serve"
+    is_unoptimised = "mark.unoptimised" in text
     return f"{room}, unoptimised" if is_unoptimised else room
