@@ -13,8 +13,8 @@ pytestmark = pytest.mark.unoptimised
 
 @pytest.fixture(scope="module")
 def model():
-    """Of one layer: what a loop does lies around them."""
-    return serving.one_layer(num_mtp_layers=0)
+    """Of one layer, a kind that compiles soon: what a loop does lies around them."""
+    return serving.one_layer(ds.AttentionType.SWA, num_mtp_layers=0)
 
 
 def sampling_of(**settings):
