@@ -90,6 +90,7 @@ def test_every_layer_selects_what_the_oracle_selects(case):
         np.testing.assert_array_equal(np.asarray(found[at]) & visible, wanted[at] & visible)
 
 
+@pytest.mark.slow
 def test_intermediates_are_those_of_the_oracle(case):
     _, _, wanted, found = case
     special = ("idx/topk", "idx/candidates", "engram/hash", "margin", "main_hidden", "logits")
@@ -109,8 +110,9 @@ def test_intermediates_are_those_of_the_oracle(case):
     assert compared > 12
 
 
-def test_rows_of_the_tables_are_those_of_the_oracle(case):
-    config, params, wanted, _ = case
+@pytest.mark.parametrize("preset", PRESETS)
+def test_rows_of_the_tables_are_those_of_the_oracle(preset):
+    (config, params), wanted = model(preset), recorded(preset)
     if config.engram is None:
         return
     rows = hash_rows(config.engram, params.engram.normalized, wanted["token_ids"])
