@@ -11,6 +11,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.attention import select_by_score
 from helpers import serving
+from helpers.arrays import on_device
 
 pytestmark = pytest.mark.unoptimised
 
@@ -24,22 +25,33 @@ WINDOW = CONFIG.sliding_window
 
 
 @functools.cache
-def filled(cache_format="f32"):
-    """Parameters, a cache of 45 tokens in slot 1 of a shuffled table, and the tokens."""
-    params = ds.init_params(CONFIG, jax.random.key(0))
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, CONFIG.vocab_size, 45)
-    table = jnp.array([[3, -1, -1], [4, 0, 2]], jnp.int32)
+def empty(cache_format="f32"):
+    """A cache with a shuffled table of blocks."""
     cache = ds.init_cache(
         CONFIG, max_requests=2, max_context_tokens=384, cache_format=cache_format, num_blocks=6
     )
-    cache = dataclasses.replace(cache, block_table=table)
+    table = on_device([[3, -1, -1], [4, 0, 2]], jnp.int32)
+    return dataclasses.replace(cache, block_table=table)
+
+
+def of_45_tokens():
+    """That cache, whose slot 1 has so many tokens by its length: no model has run."""
+    return dataclasses.replace(empty(), length_tokens=on_device([0, 45], jnp.int32))
+
+
+@functools.cache
+def filled(cache_format="f32"):
+    """Parameters, that cache after 45 tokens in slot 1, and the tokens."""
+    params = ds.init_params(CONFIG, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, CONFIG.vocab_size, 45)
     step = ds.StepInput(
         token_ids=jnp.asarray(tokens, jnp.int32),
         request_ids=jnp.zeros(45, jnp.int32),
         request_slots=jnp.array([1], jnp.int32),
     )
-    cache, _ = jax.jit(ds.prefill, static_argnames="config")(params, cache, step, config=CONFIG)
+    prefill = jax.jit(ds.prefill, static_argnames="config")
+    cache, _ = prefill(params, empty(cache_format), step, config=CONFIG)
     return params, cache, tokens
 
 
@@ -134,8 +146,7 @@ def test_the_selection_is_that_of_forward():
 
 def test_every_layer_has_a_picture():
     """What it shows is what the arrays say."""
-    _, cache, _ = filled()
-    view = ds.inspect(cache, 1)
+    view = ds.inspect(of_45_tokens(), 1)
     for layer in view.layers:
         axes = view.plot(layer.layer_idx).axes
         assert len(axes) == (1 if layer.attn_type == "swa" else 3)
@@ -160,6 +171,5 @@ def test_every_layer_has_a_picture():
     ],
 )
 def test_bad_arguments_are_refused(changes, message):
-    _, cache, _ = filled()
     with pytest.raises(ValueError, match=message):
-        ds.inspect(**{"cache": cache, "slot": 1} | changes)
+        ds.inspect(**{"cache": of_45_tokens(), "slot": 1} | changes)
