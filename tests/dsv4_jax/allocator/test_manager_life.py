@@ -104,7 +104,12 @@ class ManagerLife(RuleBasedStateMachine):
 
 
 TestManagerLife = ManagerLife.TestCase
-TestManagerLife.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestManagerLife.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.slow
+class TestManyManagerLives(ManagerLife.TestCase):
+    settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 def soak(events, seed, block_parts=1):
