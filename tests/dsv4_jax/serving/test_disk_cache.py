@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import threading
 
 import jax
@@ -14,6 +15,7 @@ from dsv4_jax.serving.device import disk_shape, far_pages
 from dsv4_jax.serving.engine_state import read_state
 from dsv4_jax.serving.options import EngineOptions
 from helpers import serving
+from helpers.arrays import on_device
 from helpers.engine_life import Life, alone
 from helpers.serving import limit, make_engine, prompt, run_to_end, until
 
@@ -21,8 +23,12 @@ OPTIONS = {"max_new_tokens": 6, "stop_token_ids": ()}
 
 
 @pytest.fixture
-def build(tmp_path):
-    """Builds engines with one directory; each begins where the one before has been closed."""
+def build(tmp_path, monkeypatch):
+    """Builds engines with one directory; each begins where the one before has been closed.
+
+    All of one model, so that no checksums of its weights are compiled.
+    """
+    monkeypatch.setattr(disk_shape, "weights_digest", lambda params: "the same weights")
     with contextlib.ExitStack() as stack:
 
         def one(**changes):
@@ -143,6 +149,28 @@ def test_after_a_call_that_raised_the_disk_is_what_it_was(build, monkeypatch):
             run_to_end(engine, request_id)
     done = run_to_end(engine, request_id)[0]
     assert (done, engine.metrics.disk_hit_tokens) == (wanted, 256)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["one", "other"], meta_fields=["peers"]
+)
+@dataclasses.dataclass
+class Weights:
+    """As parameters are, to a digest."""
+
+    one: jax.Array
+    other: jax.Array
+    peers: None = None
+
+
+def test_a_digest_tells_bits_places_and_names_of_weights():
+    ones, other = np.float32([[1, 2, 3], [4, 5, 6]]), np.float32([[1, 2, 3], [4, 5, 7]])
+    swapped = np.float32([[2, 1, 3], [4, 5, 6]])
+    pairs = [(ones, ones), (ones, other), (other, ones), (swapped, ones), (ones, swapped)]
+    arrays = [Weights(*(on_device(part, np.float32) for part in pair)) for pair in pairs]
+    digests = [disk_shape.weights_digest(weights) for weights in arrays]
+    assert len(set(digests)) == len(pairs)
+    assert disk_shape.weights_digest(arrays[0]) == digests[0]
 
 
 @pytest.mark.slow
