@@ -259,6 +259,24 @@ def test_on_a_gpu_nothing_is_decided_at_run_time(case, is_simple, monkeypatch):
     assert ("scan[" in shown) != is_simple
 
 
+@pytest.fixture(scope="module")
+def noting_draw():
+    """A program of `draw`, and which of the three costly parts it has run: a set of their names."""
+    ran = set()
+
+    def noting(name, compute):
+        def noted(*arguments):
+            jax.debug.callback(lambda: ran.add(name))
+            return compute(*arguments)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_noise", "limit_tokens", "_logprobs"):
+            patch.setattr(draws_module, name, noting(name, getattr(draws_module, name)))
+        yield jax.jit(lambda *given: draw(*given)), ran
+
+
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
@@ -270,24 +288,15 @@ def test_on_a_gpu_nothing_is_decided_at_run_time(case, is_simple, monkeypatch):
         ({"logprobs": 0}, {"_logprobs"}),
     ],
 )
-def test_a_cpu_computes_what_some_row_asks_for(case, asked, expected, monkeypatch):
+def test_a_cpu_computes_what_some_row_asks_for(case, asked, expected, noting_draw):
     """Each of the three takes tens of milliseconds a row, of V4's vocabulary."""
-    ran = set()
-
-    def noting(name, compute):
-        def noted(*arguments):
-            jax.debug.callback(lambda: ran.add(name))
-            return compute(*arguments)
-
-        return noted
-
-    for name in ("_noise", "limit_tokens", "_logprobs"):
-        monkeypatch.setattr(draws_module, name, noting(name, getattr(draws_module, name)))
+    noted, ran = noting_draw
+    ran.clear()
     _, logits, histories, drafts, positions = case
     settings = sampling_of([SamplingParams()] * (NUM_ROWS - 1) + [SamplingParams(**asked)])
     masks = masks_for(np.ones(logits.shape, bool), np.ones(NUM_ROWS, bool))
     arguments = jnp.asarray(positions), counts_of(histories), jnp.asarray(drafts), None, masks
-    jax.block_until_ready(jax.jit(lambda *given: draw(*given))(logits, settings, *arguments))
+    jax.block_until_ready(noted(logits, settings, *arguments))
     jax.effects_barrier()
     assert ran == expected
 
