@@ -241,7 +241,7 @@ def own_privates(tree):
 NOT_OURS = {"os._exit", "compiled._executable"} | {
     f"parser.{name}" for name in ("_actions", "_subparsers")
 }
-"""Private names of the standard library, and one of JAX in `compat.py`, that have no public ones."""
+"""Private names, of the standard library and one of JAX in `compat.py`, without public ones."""
 REACH = re.compile(r"(?<!self)(?<!cls)\._(?!_)[a-z]")
 
 
