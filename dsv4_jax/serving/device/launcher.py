@@ -15,16 +15,16 @@ class Launcher:
     A jitted function looks at every array that it is given, to find the program that is for them.
     V4-Flash has 1,822 arrays of parameters, and with them that takes the host longer than to launch
     the program. Here the arrays of the parameters are listed once, and a program is found by the
-    sizes of the other arguments. The programs are those of the jitted functions, and are compiled
-    once for both.
-
-    All arrays must lie on the devices where those lay for which a program was compiled first.
+    sizes of the other arguments, and by where they lie on a mesh. The programs are those of the
+    jitted functions, and are compiled once for both.
     """
 
     def __init__(self, params: Any, **static: Any) -> None:
         """Of parameters, and of static arguments, that all programs are given."""
         self._params, self._static = params, static
         self._leaves = jax.tree.leaves(params)
+        # XLA would take a shard of one axis for that of another. A wrong device it refuses itself.
+        self._is_on_mesh = any(len(leaf.devices()) > 1 for leaf in self._leaves)
         self._programs: dict[Any, tuple[compat.Program, Any]] = {}
 
     def __call__(self, program: Any, *arguments: Any, **static: Any) -> Any:
@@ -40,7 +40,8 @@ class Launcher:
             return program(self._params, *arguments, **self._static, **static)
         leaves, structure = jax.tree.flatten(arguments)
         sizes = tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
-        key = program, structure, sizes, tuple(static.items())
+        where = tuple([leaf.sharding for leaf in leaves]) if self._is_on_mesh else ()
+        key = program, structure, sizes, where, tuple(static.items())
         if key not in self._programs:
             every = self._static | static
             compiled = program.lower(self._params, *arguments, **every).compile()

@@ -1,6 +1,10 @@
 """A launcher gives what the jitted function gives, and finds programs by all but the parameters."""
 
 import functools
+import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +12,22 @@ import numpy as np
 import pytest
 
 from dsv4_jax.serving.device.launcher import Launcher
+
+ON_A_MESH = """
+import json
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from dsv4_jax.mesh import make_mesh
+from dsv4_jax.serving.device.launcher import Launcher
+mesh = make_mesh(data=2, model=2)
+def put(value, *axes):
+    return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*axes)))
+launcher = Launcher(put(np.ones(4, np.float32)))
+double, x = jax.jit(lambda params, x: 2 * x + params), np.arange(16, dtype=np.float32).reshape(4, 4)
+found = [launcher(double, put(x, *axes)) for axes in (("data",), ("model",), (None, "data"))]
+print(json.dumps([np.array_equal(one, 2 * x + 1) for one in found]))
+"""
 
 
 @pytest.fixture
@@ -91,3 +111,13 @@ def test_arrays_that_are_gone_are_refused(params):
     launcher(step, cache, call)
     with pytest.raises((RuntimeError, ValueError), match=r"delete|donated"):
         launcher(step, cache, call)
+
+
+def test_on_a_mesh_what_lies_otherwise_has_a_program_of_its_own():
+    """Its shards have the same sizes, so that XLA would take them."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", ON_A_MESH]
+    done = subprocess.run(
+        command, env=os.environ | flags, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == [True] * 3
