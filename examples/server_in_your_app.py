@@ -1,7 +1,7 @@
 """An engine inside a web application of your own.
 
     python examples/server_in_your_app.py
-    curl -N 127.0.0.1:8001/complete --json '{"prompt": "A for loop"}'
+    curl -N 127.0.0.1:8001/complete -d '{"prompt": "A for loop"}'; echo
 
 The engine runs in a thread of its own. Any number of requests submit prompts to it and read their
 own streams. `dsv4-jax serve` is the ready-made server, with the protocols of OpenAI and Anthropic.
