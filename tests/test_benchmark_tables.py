@@ -185,16 +185,16 @@ def test_points_of_a_picture_stand_where_their_numbers_say():
 
 # What the README says of a step or a prompt, and the row of docs/benchmarks/ that has it.
 FROM_DOCUMENT = {
-    r"1 request: ([\d.]+) ms a step": "and a plain step {0} (",
-    r"8 in an engine: ([\d.]+) ms": "| 8 | {0} (11.16 to 11.18) |",
-    r"64: ([\d.]+) ms;": "| 64 | {0} (29.79 to 29.99) |",
-    r"64 requests, [^:]*: ([\d.]+) ms": "| 1x4 | 1, 8,192 | {0} (4.69 to 6.18) | 1.54 |",
+    r"1 request of 8,192 tokens: ([\d.]+) ms a step": "and a plain step {0} (",
+    r"up to 1,024 tokens: ([\d.]+) ms for 8": "| 8 | {0} (11.16 to 11.18) |",
+    r"for 8, ([\d.]+) ms for 64": "| 64 | {0} (29.79 to 29.99) |",
+    r"64 requests of 8,192 tokens, [^:]*: ([\d.]+) ms": "| 1x4 | 1, 8,192 | {0} (4.69 to 6.18) |",
     r"ms, ([\d.]+) ms and": "| 1x4 | 8, 8,192 | {0} (6.71 to 7.22) | 3.25 |",
     r"ms and ([\d.]+) ms": "| 1x4 | 64, 8,192 | {0} (18.57 to 18.83) | 12.52 |",
     r"16,384 tokens, `--model-shards 4`: ([\d.]+) ms a step, ([\d,]+) tokens/s": (
         "| 1x4 | 256, 16,384 | {0} (20.36 to 21.47) | 12.71 | {1} |"
     ),
-    r"tokens: ([\d.]+) s, ([\d,]+) tokens/s": (
+    r"32,768 tokens: ([\d.]+) s, ([\d,]+) tokens/s": (
         "| 32,768 | 32,768 | uniform | {0} (1.548 to 1.553) | {1} |"
     ),
     r"`--model-shards 2`: ([\d.]+) ms, ([\d,]+) tokens": (
