@@ -245,6 +245,34 @@ def uncovered(page, text):
     ]
 
 
+def unfound(line):
+    """Numbers of a line's result that the page that it names does not have, nor follow from it."""
+    what, _, result, _, link = (cell.strip() for cell in line.strip("| ").split(" | "))
+    page = numbers(words("benchmarks/" + re.search(r"\((\w+)\.md", link)[1]))
+    said = re.findall(r"\d[\d,]*(?:\.\d+)?", result)
+    requests, ms = re.search(r"(\d+) requests?", what), re.search(r"([\d.]+) ms a step", result)
+    known = [*page, *(n / 1000 for n in page)]
+    if requests and ms:
+        known.append(1000 * int(requests[1]) / float(ms[1]))
+    return [
+        n
+        for n in said
+        if not any(
+            abs(value - float(n.replace(",", ""))) <= 0.5001 * 10 ** -len(n.partition(".")[2])
+            for value in known
+        )
+    ]
+
+
+def test_results_of_the_first_table_of_the_benchmarks_are_on_the_pages_that_it_names():
+    text = (DOCS / "benchmarks" / "README.md").read_text()
+    lines = text.split("| what | GPUs | result |")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(lines) > 10
+    assert {line: unfound(line) for line in lines if unfound(line)} == {}
+    said = "| serving | one | 7,057 prompt tokens/s and 883 drawn | - | [serving](serving.md) |"
+    assert unfound(said) == ["883"]
+
+
 PAGES = sorted(
     str(page.relative_to(DOCS).with_suffix(""))
     for folder in (DOCS, DOCS / "kernels")
