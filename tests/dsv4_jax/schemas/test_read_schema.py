@@ -170,10 +170,14 @@ def test_a_format_is_held(grammars, name):
 def test_the_table_in_the_documentation_is_the_code_s():
     """docs/serving.md, whose rows begin with the three words."""
     page = (pathlib.Path(__file__).parents[3] / "docs" / "serving.md").read_text()
-    rows = dict(re.findall(r"^\| (held|says nothing|refused) \| (.*?) \|", page, re.M))
+    rows = dict(re.findall(r"^\| (enforced|without effect|refused) \| (.*?) \|", page, re.M))
     told = {name: set(re.findall(r"`([^`]+)`", row)) for name, row in rows.items()}
-    assert told == {"held": HELD, "says nothing": SAYS_NOTHING | {"x-..."}, "refused": REFUSED}
-    told = re.search(r"^Formats that are held: (.*?)\.$", page, re.M | re.S)
+    assert told == {
+        "enforced": HELD,
+        "without effect": SAYS_NOTHING | {"x-..."},
+        "refused": REFUSED,
+    }
+    told = re.search(r"^Formats that are enforced: (.*?)\.$", page, re.M | re.S)
     assert set(re.findall(r"`([^`]+)`", told[1])) == set(FORMATS)
 
 
