@@ -178,10 +178,14 @@ def check_weights_memory(checkpoint: pathlib.Path, dtype: DTypeLike, *, follow_l
 def stored_bytes(
     checkpoint: pathlib.Path, dtype: DTypeLike, *, follow_links: bool, drafts: bool
 ) -> int:
-    """Bytes of a checkpoint's tensors once they are loaded, floating-point ones in `dtype`."""
+    """Bytes of a checkpoint's tensors once they are loaded.
+
+    Those in floating point are in `dtype`, but for parameters that are f32 in any case.
+    """
     size = np.dtype(dtype).itemsize
-    total = 0
     inventory = read_inventory(checkpoint, follow_links=follow_links, drafts=drafts)
+    dense = jax.tree.leaves(param_shapes(inventory.config, dtype))
+    total = sum((4 - size) * leaf.size for leaf in dense if leaf.dtype == np.float32)
     for tensor in inventory.loaded.values():
         is_dense = tensor.dtype.itemsize > 1 and not np.issubdtype(tensor.dtype, np.integer)
         each = size if is_dense else min(tensor.dtype.itemsize, 4)
