@@ -94,6 +94,7 @@ ROOMS = {
         "attention",
         "model",
         "step",
+        "serving",
     },
     "research": {
         "regular_files",

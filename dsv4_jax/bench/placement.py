@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 from jax.sharding import AbstractMesh
 
-from dsv4_jax.allocator.pool_plan import PoolPlan, plan_pools
-from dsv4_jax.bench.workspace import workspace_bytes
+from dsv4_jax.bench.engine_bytes import EngineBytes, engine_bytes
+from dsv4_jax.cache.schema import FormatName, blocks_of
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.kinds import MAX_I32
 from dsv4_jax.mesh import AXES
 from dsv4_jax.model.params import DSV4Params, param_shapes
 from dsv4_jax.model.shardings import param_shardings
 from dsv4_jax.model.weight_forms import STORED
 from dsv4_jax.model.weight_sizes import bytes_by_family, walk_weights
+from dsv4_jax.serving.options import MAX_REQUESTS, EngineOptions
 from pallas_kernels.common.weights import weight_bytes
-
-STEP_TOKENS = 256
-"""Tokens of a data shard's largest step, as an engine has it by default."""
 
 _MAX_DEVICES = 16
 
@@ -30,26 +31,28 @@ class Placement:
     """What one device of a mesh holds.
 
     Attributes:
+      config: the model.
       data: data shards.
       model: devices of a data shard.
       params: shapes of its part of the weights, layers stacked.
-      pools: sizes of the cache of one request, of which every device has a part.
-      workspace_bytes: an estimate of what a step takes beside weights and cache.
-      max_context_tokens: longest context that the model is meant for.
+      options: those of an engine, whose requests are spread over the data shards.
       gpu_bytes: memory of the device.
+      given_weight_bytes: what its weights take, if that is not counted.
     """
 
+    config: DSV4Config
     data: int
     model: int
     params: DSV4Params
-    pools: PoolPlan
-    workspace_bytes: int
-    max_context_tokens: int
+    options: EngineOptions
     gpu_bytes: int
+    given_weight_bytes: int | None = None
 
-    @property
+    @functools.cached_property
     def weight_bytes(self) -> int:
-        """Its part of the weights, draft block included."""
+        """Its part of the weights, draft included."""
+        if self.given_weight_bytes is not None:
+            return self.given_weight_bytes
         return sum(weight_bytes(weight) for _, weight in walk_weights(self.params))
 
     @property
@@ -57,34 +60,49 @@ class Placement:
         """{family: {format: bytes}} of its part of the weights."""
         return bytes_by_family(self.params)
 
+    def beside(self, requests: int, context: int | None = None) -> EngineBytes:
+        """What an engine for so many requests of each data shard takes beside the weights.
+
+        Args:
+          requests: of a data shard, at least 1.
+          context: most tokens of a request; None is that of the options.
+        """
+        context = self.options.max_context_tokens if context is None else context
+        options = self.options.changed(
+            max_requests=requests * self.data, max_context_tokens=context
+        )
+        return engine_bytes(self.config, options, data=self.data, model=self.model)
+
+    def holds(self, requests: int, context: int | None = None) -> bool:
+        """Whether the device has room for that, and for the weights."""
+        return self.weight_bytes + self.beside(requests, context).total_bytes <= self.gpu_bytes
+
     @property
     def missing_bytes(self) -> int:
         """What weights and a step take beyond the device's memory; 0 if they fit."""
-        return max(self.weight_bytes + self.workspace_bytes - self.gpu_bytes, 0)
+        one = self.beside(1)
+        needed = self.weight_bytes + one.total_bytes - one.cache_bytes
+        return max(needed - self.gpu_bytes, 0)
 
-    @property
-    def free_bytes(self) -> int:
-        """What is left for a cache."""
-        return max(self.gpu_bytes - self.weight_bytes - self.workspace_bytes, 0)
-
-    def request_bytes(self, context: int) -> int:
-        """Cache of one request of so many tokens, on each device of its data shard."""
-        pools = self.pools
-        blocks = -(-context // pools.block_tokens)
-        return pools.bytes_per_slot + -(-blocks // pools.block_parts) * pools.bytes_per_block
-
-    def requests(self, context: int) -> int:
-        """Requests of so many tokens that fit each data shard."""
-        return self.free_bytes // self.request_bytes(context)
+    @functools.cached_property
+    def requests(self) -> int:
+        """The most requests that fit each data shard, of all that an engine may have."""
+        blocks = blocks_of(self.config, self.options.max_context_tokens) + self.model
+        most = min(MAX_REQUESTS // self.data, MAX_I32 // blocks)
+        return largest(self.holds, most)
 
     def longest_context(self) -> int:
         """Tokens of a request that is alone on its data shard; 0 if none fits."""
-        pools = self.pools
-        room = self.free_bytes - pools.bytes_per_slot
-        if room < 0 or not pools.bytes_per_block:
-            return self.max_context_tokens if room >= 0 else 0
-        blocks = room // pools.bytes_per_block * pools.block_parts
-        return min(blocks * pools.block_tokens, self.max_context_tokens)
+        longest, block = self.config.max_position_embeddings, self.config.block_tokens
+        blocks = largest(
+            lambda count: self.holds(1, min(count * block, longest)), -(-longest // block)
+        )
+        return min(blocks * block, longest)
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to `most` that fits, where all smaller ones do; 0 if none."""
+    return bisect.bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))
 
 
 def place(
@@ -94,10 +112,11 @@ def place(
     model: int,
     gpu_bytes: int,
     context: int,
-    cache_format: str | None = None,
+    cache_format: FormatName | None = None,
     weights: str = STORED,
-    step_tokens: int = STEP_TOKENS,
+    draft_tokens: int = 0,
     split_cache: bool = False,
+    given_weight_bytes: int | None = None,
 ) -> Placement:
     """Places a model on a mesh; nothing is allocated.
 
@@ -109,8 +128,9 @@ def place(
       context: most tokens of a request.
       cache_format: name of the storage format; None is the model's own.
       weights: as of `param_shapes`.
-      step_tokens: tokens of a data shard's largest step.
+      draft_tokens: drafts that an engine checks in a step.
       split_cache: blocks are dealt over `model`; else the cache is replicated over it.
+      given_weight_bytes: what the weights of a device take; None counts them.
 
     Raises:
       ValueError: a size of the model does not divide over the mesh, or there is no such format.
@@ -125,27 +145,18 @@ def place(
         param_shardings(config, mesh, shapes),
     )
     return Placement(
+        config=config,
         data=data,
         model=model,
         params=params,
-        workspace_bytes=workspace_bytes(
-            config,
-            data=data,
-            model=model,
-            context=context,
-            step_tokens=step_tokens,
-            logit_rows=step_tokens,
-            split_cache=split_cache,
-        ),
-        pools=plan_pools(
-            config,
-            max_requests=1,
+        options=EngineOptions(
             max_context_tokens=context,
             cache_format=cache_format,
-            block_parts=model if split_cache else 1,
+            draft_tokens=draft_tokens,
+            split_cache=split_cache,
         ),
-        max_context_tokens=config.max_position_embeddings,
         gpu_bytes=gpu_bytes,
+        given_weight_bytes=given_weight_bytes,
     )
 
 
@@ -181,7 +192,7 @@ def fitting_meshes(
         fitting = [
             placed
             for placed in placements_on(devices, place_model)
-            if placed.free_bytes > placed.pools.bytes_per_slot + placed.pools.bytes_per_block
+            if placed.holds(1, placed.config.block_tokens)
         ]
         if fitting:
             return fitting

@@ -11,9 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from dsv4_jax.allocator.pool_plan import plan_pools
+from dsv4_jax.bench.engine_bytes import engine_bytes
 from dsv4_jax.bench.placement import place
-from dsv4_jax.bench.workspace import workspace_bytes
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.checkpoint.files import list_by_file
 from dsv4_jax.checkpoint.inventory import read_inventory
@@ -23,9 +22,7 @@ from dsv4_jax.model.params import param_shapes
 from dsv4_jax.model.weight_forms import STORED
 from dsv4_jax.runtime import find_memory, shown_bytes
 from dsv4_jax.serving.options import EngineOptions
-from dsv4_jax.serving.sizing import step_sizes
 from dsv4_jax.standard_streams import say
-from dsv4_jax.step.settings_size import settings_bytes
 
 HOST_BYTES = 2**30
 """What XLA takes of a host to compile and run steps on a CPU."""
@@ -104,37 +101,7 @@ def check_engine_memory(
         count = tree_bytes(param_shapes(config, loading.dtype))
     mesh = options.mesh
     data, model = (1, 1) if mesh is None else mesh_sizes(mesh)
-    requests = -(-options.max_requests // data)
-    sizes, _ = step_sizes(options, max_requests=requests)
-    pools = plan_pools(
-        config,
-        max_requests=requests,
-        max_context_tokens=options.max_context_tokens,
-        cache_format=options.cache_format,
-        block_parts=model if options.split_cache else 1,
-    )
-    workspace = workspace_bytes(
-        config,
-        data=data,
-        model=model,
-        context=options.max_context_tokens,
-        step_tokens=max(*sizes, requests),
-        logit_rows=requests * (options.draft_tokens + 1),
-        split_cache=options.split_cache,
-    )
-    settings = settings_bytes(
-        config.vocab_size,
-        max_requests=requests,
-        max_context_tokens=options.max_context_tokens,
-        draft_tokens=options.draft_tokens,
-        grammars=options.grammars,
-    )
-    needs = {
-        "weights": count,
-        "cache": pools.memory_bytes,
-        "settings": settings,
-        "a step": workspace,
-    }
+    needs = {"weights": count} | engine_bytes(config, options, data=data, model=model).needs
     if mesh is not None:
         is_stored = weights == STORED and _has_codes(checkpoint, follow_links=follow_links)
         form = STORED if is_stored else np.dtype(loading.dtype).name

@@ -1,18 +1,20 @@
 """Prints what a cache and the weights take, family by family, and what fits one GPU or several.
 
-The numbers are those of the arrays that `init_cache` and `load_checkpoint` would allocate. With
-`--data-shards` or `--model-shards` they are those of one device of a mesh, and the least time of a
-step follows.
+The numbers are those of the arrays that `load_checkpoint` and an engine would allocate, counted as
+`serve` counts them. With `--data-shards` or `--model-shards` they are those of one device of a
+mesh, and the least time of a step follows. Where all fits, the last line is the command that serves
+it.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Callable
 
 from dsv4_jax.bench.floor import COLLECTIVE_S
 from dsv4_jax.bench.gpus import GPUS
-from dsv4_jax.bench.placement import STEP_TOKENS, fitting_meshes, place
+from dsv4_jax.bench.placement import Placement, fitting_meshes, place
 from dsv4_jax.cache.empty_cache import cache_shapes
 from dsv4_jax.cache.model_cache import family_bytes, family_kinds, tree_bytes
 from dsv4_jax.cache.schema import FamilyKind, blocks_of, choose_cache_format
@@ -24,19 +26,26 @@ from dsv4_jax.cli.arguments import (
     add_mesh,
     add_weights,
 )
+from dsv4_jax.cli.engine_options import auto_drafts
 from dsv4_jax.cli.gpus import Gpus, read_gpus
 from dsv4_jax.cli.plan_files import Files, count_files
-from dsv4_jax.cli.plan_mesh import draft_note, print_mesh_plan, print_weights
+from dsv4_jax.cli.plan_mesh import (
+    draft_note,
+    plan_mesh,
+    print_cache,
+    print_mesh_plan,
+    print_weights,
+    step_lines,
+)
+from dsv4_jax.cli.plan_serve import serve_line
 from dsv4_jax.cli.plan_tiers import add_tiers, print_tiers
 from dsv4_jax.cli.presets import PRESETS
 from dsv4_jax.cli.values import gib, real, whole
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.kinds import MAX_I32
-from dsv4_jax.model.params import param_shapes
 from dsv4_jax.model.weight_forms import STORED, WEIGHT_FORMS
-from dsv4_jax.model.weight_sizes import bytes_by_family
 from dsv4_jax.runtime import shown_bytes
-from dsv4_jax.serving.options import EngineOptions
+from dsv4_jax.serving.options import MAX_REQUESTS, EngineOptions
 
 _MIB = 2**20
 
@@ -58,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens per request, also as 128K or 1M; if not given, {USUAL_CONTEXT:,}, or the "
         "most that the model is meant for",
     )
-    parser.add_argument("--requests", type=whole(1, 2**20), default=1, help="requests at once")
+    parser.add_argument(
+        "--requests", type=whole(1, MAX_REQUESTS), help="requests at once; if not given, 1"
+    )
     add_fields(parser, EngineOptions, ["cache_format"])
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument(
@@ -112,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
             f"--context must be at most {longest:,}, the longest that {args.config} is meant for, "
             f"got {args.context:,}"
         )
+    given = argparse.Namespace(**vars(args))
+    args.requests = args.requests or 1
     num_blocks = args.requests * blocks_of(config, args.context)
     if num_blocks > MAX_I32:
         raise ValueError(
@@ -124,24 +137,50 @@ def run(args: argparse.Namespace) -> int:
     gpus = args.gpu
     if args.gpu_gib is not None:
         gpus = Gpus(None, 1, int(args.gpu_gib * 2**30))
+    place_model = functools.partial(
+        place,
+        config,
+        context=args.context,
+        cache_format=args.cache_format,
+        weights=args.weights,
+        draft_tokens=auto_drafts(config)[0],
+        split_cache=args.split_cache,
+    )
     is_spread = gpus.count > 1 or args.data is not None or args.model is not None
     if is_spread or config.sources is not None:
-        fits = print_mesh_plan(config, args, gpus)
-        print_tiers(config, args)
-        _print_files(files)
-        return int(not fits)
-    if args.split_cache:
-        raise ValueError(
-            "--split-cache deals a cache over the devices of a mesh; add --model-shards"
+        if args.weights_gib is not None:
+            raise ValueError("--weights-gib is for one device; on a mesh weights are computed")
+        placed = plan_mesh(args, gpus, place_model)
+        fits = print_mesh_plan(config, args, gpus, placed, place_model)
+    else:
+        if args.split_cache:
+            raise ValueError(
+                "--split-cache deals a cache over the devices of a mesh; add --model-shards"
+            )
+        weight_bytes = None if args.weights_gib is None else int(args.weights_gib * 2**30)
+        placed = place_model(
+            data=1, model=1, gpu_bytes=gpus.memory_bytes, given_weight_bytes=weight_bytes
         )
+        fits = _print_one(config, args, gpus, placed, place_model)
+    print_tiers(config, args)
+    _print_files(files)
+    if fits:
+        print(f"\nto serve it: {serve_line(given, placed)}")
+    return int(not fits)
+
+
+def _print_one(
+    config: DSV4Config,
+    args: argparse.Namespace,
+    gpus: Gpus,
+    placed: Placement,
+    place_model: Callable[..., Placement],
+) -> bool:
+    """Prints the plan of one GPU, whether it fits first, and says that."""
     size = {"max_requests": args.requests, "max_context_tokens": args.context}
     cache = cache_shapes(config, cache_format=args.cache_format, **size)
     trunk = cache_shapes(config.without_draft(), cache_format=args.cache_format, **size)
-    shapes, total = param_shapes(config, weights=args.weights), tree_bytes(cache)
-    families = bytes_by_family(shapes)
-    weights = sum(sum(sizes.values()) for sizes in families.values())
-    taken = weights if args.weights_gib is None else int(args.weights_gib * 2**30)
-    fits, rest = _fit(config, args, gpus, taken, total / args.requests)
+    fits, rest = _fit(args, gpus, placed, place_model)
     print(
         f"\n{args.config}, {args.cache_format}: {args.requests} request(s) of {args.context:,} "
         f"tokens, blocks of {cache.block_tokens} tokens"
@@ -165,13 +204,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name:<28}{count / _MIB:>18,.2f}{count / args.context:>18,.2f}")
     draft = (tree_bytes(cache) - tree_bytes(trunk)) / args.requests
     print(f"{'draft window':<28}{draft / _MIB:>18,.2f}")
-    print(f"\ncache: {shown_bytes(total)}, tables and lengths included")
-    print_weights(families, args.weights)
-    print(f"\nweights: {shown_bytes(weights)}, {weights:,} bytes{draft_note(config)}")
+    print()
+    print_cache(placed.beside(args.requests), args.context)
+    counted = print_weights(placed.families, args.weights)
+    print(f"\nweights: {shown_bytes(counted)}, {counted:,} bytes{draft_note(config)}")
     print("\n".join(rest))
-    print_tiers(config, args)
-    _print_files(files)
-    return int(not fits)
+    return fits
 
 
 def _print_files(files: Files | None) -> None:
@@ -180,30 +218,23 @@ def _print_files(files: Files | None) -> None:
 
 
 def _fit(
-    config: DSV4Config, args: argparse.Namespace, gpus: Gpus, weight_bytes: int, per_request: float
+    args: argparse.Namespace,
+    gpus: Gpus,
+    placed: Placement,
+    place_model: Callable[..., Placement],
 ) -> tuple[bool, list[str]]:
     """Prints whether it fits one GPU, and if not, what would.
 
     Returns:
       Whether it does, and lines about what is left there.
     """
-    place_model = functools.partial(
-        place,
-        config,
-        context=args.context,
-        cache_format=args.cache_format,
-        weights=args.weights,
-    )
-    placed = place_model(data=1, model=1, gpu_bytes=gpus.memory_bytes)
-    beside = weight_bytes + placed.workspace_bytes
-    free = gpus.memory_bytes - beside
-    fitting = max(int(free // per_request), 0)
-    workspace = shown_bytes(placed.workspace_bytes)
-    lines = [f"workspace: {workspace}, estimated, {STEP_TOKENS} tokens"]
+    beside, fitting = placed.beside(args.requests), placed.requests
+    needed = placed.weight_bytes + beside.total_bytes
+    lines = step_lines(beside)
     if fitting:
-        lines.append(f"left for a cache: {shown_bytes(free)} of {gpus}")
+        free = gpus.memory_bytes - needed + beside.cache_bytes
+        lines.append(f"left for a cache: {shown_bytes(max(free, 0))} of {gpus}")
         lines.append(f"requests that fit: {fitting:,}")
-    needed = beside + args.requests * per_request
     asked = f"{args.requests:,} request(s) of {args.context:,} tokens"
     if needed <= gpus.memory_bytes:
         print(
@@ -217,17 +248,14 @@ def _fit(
         f"its {shown_bytes(gpus.memory_bytes)}"
     )
     would = [f"--requests {fitting}"] if fitting else []
-    pools = placed.pools
-    room = free - pools.bytes_per_slot
-    blocks = int(room // pools.bytes_per_block) if pools.bytes_per_block else 0
-    if blocks > 0 and not fitting:
-        would.append(f"--context {blocks * pools.block_tokens}")
+    if not fitting and (longest := placed.longest_context()):
+        would.append(f"--context {longest}")
     would += [f"--gpu {kind}" for kind, gpu in GPUS.items() if gpu.memory_bytes >= needed]
     for kind in GPUS if gpus.kind is None else [gpus.kind]:
-        if weight_bytes != placed.weight_bytes:
+        if placed.given_weight_bytes is not None:
             break  # what is given instead cannot be spread
         meshes = fitting_meshes(functools.partial(place_model, gpu_bytes=GPUS[kind].memory_bytes))
-        enough = [m for m in meshes if m.data * m.requests(args.context) >= args.requests]
+        enough = [mesh for mesh in meshes if mesh.data * mesh.requests >= args.requests]
         if enough and (count := enough[0].data * enough[0].model) > 1:
             would.append(f"--gpu {kind}x{count}")
     print(f"what would: {', '.join(would) or 'no GPU that plan knows'}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
+from collections.abc import Callable
 
+from dsv4_jax.bench.engine_bytes import EngineBytes
 from dsv4_jax.bench.floor import StepFloor, step_floor
-from dsv4_jax.bench.placement import STEP_TOKENS, Placement, fitting_meshes, place, placements_on
+from dsv4_jax.bench.placement import Placement, fitting_meshes, placements_on
 from dsv4_jax.checkpoint.engram_tables import list_tables
 from dsv4_jax.cli.arguments import mesh_options
 from dsv4_jax.cli.gpus import Gpus
@@ -23,57 +25,62 @@ DISK_READS = 500_000
 _MIB, _GIB = 2**20, 2**30
 
 
-def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) -> bool:
-    """Prints the plan of a mesh that was asked for, or of several GPUs; arguments as of `plan`.
+def plan_mesh(
+    args: argparse.Namespace, gpus: Gpus, place_model: Callable[..., Placement]
+) -> Placement:
+    """The mesh that was asked for, or that of the GPUs with room for most requests.
 
-    Without a mesh it is the one of so many GPUs that has room for most requests.
+    Args:
+      args: as of `plan`.
+      gpus: the GPUs.
+      place_model: `place` of the model, with all arguments but the mesh and `gpu_bytes`.
+
+    Raises:
+      ValueError: a size does not divide over the mesh, or it is of another number of GPUs.
+    """
+    place_model = functools.partial(place_model, gpu_bytes=gpus.memory_bytes)
+    if args.data is None and args.model is None:
+        return _roomiest(placements_on(gpus.count, place_model), gpus)
+    placed = place_model(data=args.data or 1, model=args.model or 1)
+    if gpus.count not in (1, placed.data * placed.model):
+        raise ValueError(
+            f"--gpu {gpus} must be one GPU, or as many as --data-shards {placed.data} times "
+            f"--model-shards {placed.model}"
+        )
+    return placed
+
+
+def print_mesh_plan(
+    config: DSV4Config,
+    args: argparse.Namespace,
+    gpus: Gpus,
+    placed: Placement,
+    place_model: Callable[..., Placement],
+) -> bool:
+    """Prints the plan of a mesh, arguments as of `plan_mesh`.
 
     Returns:
       Whether it fits, which is what is printed first. Where weights and a step do not, nothing is
       printed but that, and meshes that would.
-
-    Raises:
-      ValueError: a size does not divide over the mesh.
     """
-    place_model = functools.partial(
-        place,
-        config,
-        gpu_bytes=gpus.memory_bytes,
-        context=args.context,
-        cache_format=args.cache_format,
-        weights=args.weights,
-        split_cache=args.split_cache,
-    )
-    if args.weights_gib is not None:
-        raise ValueError("--weights-gib is for one device; on a mesh weights are computed")
-    if args.data is None and args.model is None:
-        placed = _roomiest(placements_on(gpus.count, place_model), gpus, args.context)
-    else:
-        placed = place_model(data=args.data or 1, model=args.model or 1)
-    data, model = placed.data, placed.model
-    if gpus.count not in (1, data * model):
-        raise ValueError(
-            f"--gpu {gpus} must be one GPU, or as many as --data-shards {data} times "
-            f"--model-shards {model}"
-        )
+    data, model, fitting = placed.data, placed.model, placed.requests
     if placed.missing_bytes:
-        _print_refusal(args.config, placed, fitting_meshes(place_model), gpus)
+        others = fitting_meshes(functools.partial(place_model, gpu_bytes=gpus.memory_bytes))
+        _print_refusal(args.config, placed, others, gpus)
         return False
-    fitting, request = placed.requests(args.context), placed.request_bytes(args.context)
     fits = _print_answer(args, placed, gpus, config)
-    split = ", cache split over model" if placed.pools.block_parts > 1 else ""
+    split = ", cache split over model" if args.split_cache and model > 1 else ""
     print(
         f"\n{args.config}, {args.cache_format}: data={data}, model={model}{split}, {data * model} "
         f"GPU(s) of {gpus.memory_bytes / _GIB:,.1f} GiB; what follows is of each GPU"
     )
     count = print_weights(placed.families, args.weights)
     print(f"\nweights: {shown_bytes(count)}{draft_note(config)}")
-    print(f"workspace: {shown_bytes(placed.workspace_bytes)}, estimated, {STEP_TOKENS} tokens")
-    print(f"left for a cache: {shown_bytes(placed.free_bytes)}")
-    shard = -(-args.requests // data)
-    print(
-        f"cache of {shard} request(s) of {args.context:,} tokens: {shard * request / _MIB:,.2f} MiB"
-    )
+    beside = placed.beside(-(-args.requests // data))
+    print("\n".join(step_lines(beside)))
+    free = gpus.memory_bytes - count - beside.total_bytes + beside.cache_bytes
+    print(f"left for a cache: {shown_bytes(max(free, 0))}")
+    print_cache(beside, args.context)
     print(f"requests that fit: {data * fitting:,}, {fitting:,} on each of {data} data shard(s)")
     if not fitting:
         print(f"the longest context that fits: {placed.longest_context():,} tokens")
@@ -83,11 +90,32 @@ def print_mesh_plan(config: DSV4Config, args: argparse.Namespace, gpus: Gpus) ->
     return fits
 
 
+def print_cache(beside: EngineBytes, context: int) -> None:
+    """Prints what a cache takes on a device, and what of it are snapshots."""
+    pools = beside.pools
+    snapshots = pools.num_snapshots * pools.bytes_per_snapshot
+    print(
+        f"cache: {shown_bytes(pools.memory_bytes)} for {pools.max_requests:,} request(s) of "
+        f"{context:,} tokens: slots and blocks {shown_bytes(pools.memory_bytes - snapshots)}, "
+        f"tables and lengths included, and {pools.num_snapshots:,} snapshots, where known prefixes "
+        f"are resumed, {shown_bytes(snapshots)}"
+    )
+
+
+def step_lines(beside: EngineBytes) -> list[str]:
+    """What an engine takes on a device beside weights and cache."""
+    return [
+        f"workspace: {shown_bytes(beside.workspace_bytes)}, estimated, "
+        f"{beside.step_tokens:,} tokens",
+        f"settings of requests: {shown_bytes(beside.settings_bytes)}",
+    ]
+
+
 def _print_answer(
     args: argparse.Namespace, placed: Placement, gpus: Gpus, config: DSV4Config
 ) -> bool:
     """Prints whether all requests fit, and if not, what would; and says it."""
-    most, where = placed.data * placed.requests(args.context), _where(placed, gpus)
+    most, where = placed.data * placed.requests, _where(placed, gpus)
     asked = f"{args.requests:,} request(s) of {args.context:,} tokens"
     if args.requests <= most:
         tables = sum(table.num_bytes for table in list_tables(config))
@@ -162,7 +190,7 @@ def _print_floor(
     )
     titles = ("GPU ms", "collectives ms", "floor ms", "tokens/s", "per GPU", "picks at random ms")
     print(f"{'requests':<10}{''.join(f'{title:>20}' for title in titles)}")
-    most = placed.data * placed.requests(args.context)
+    most = placed.data * placed.requests
     batches = sorted({*BATCHES, args.requests, most} - {0})
     for batch in batches:
         step = floor(batch)
@@ -170,7 +198,7 @@ def _print_floor(
         cells = [f"{s * 1e3:,.2f}" for s in (step.device_s, step.collective_s, step.seconds)]
         cells += [f"{per_gpu * step.num_devices:,.0f}", f"{per_gpu:,.0f}"]
         cells.append(f"{floor(batch, busiest=True).seconds * 1e3:,.2f}")
-        fits = -(-batch // placed.data) <= placed.requests(args.context)
+        fits = -(-batch // placed.data) <= placed.requests
         note = "" if fits else "  more than fit"
         print(f"{batch:<10}{''.join(f'{cell:>20}' for cell in cells)}{note}")
     print(
@@ -187,13 +215,15 @@ def _print_floor(
 
 def _print_shared(config: DSV4Config, placed: Placement, cache_format: str) -> None:
     """Prints what a model with shared entries keeps of a token, and what it reads on the host."""
-    sources, pools = config.sources, placed.pools
+    sources, pools = config.sources, placed.beside(1).pools
+    million = placed.beside(1, 2**20).pools
+    of_million = million.memory_bytes - million.num_snapshots * million.bytes_per_snapshot
     assert sources is not None
     print(
         f"a token takes {pools.bytes_per_block / pools.block_tokens:,g} bytes in "
         f"{cache_format}: {len(sources.makers)} of {config.num_layers} layers make entries; a "
         f"request takes {pools.bytes_per_slot / 1e6:,.2f} MB beside that, and one of a million "
-        f"tokens {placed.request_bytes(2**20) / 1e9:,.3f} GB"
+        f"tokens {of_million / 1e9:,.3f} GB"
     )
     if (engram := config.engram) is not None:
         sizes = [e.num_bytes for e in list_tables(config)]
@@ -231,7 +261,7 @@ def _print_host_memory(num_bytes: int) -> None:
         )
 
 
-def _roomiest(meshes: list[Placement], gpus: Gpus, context: int) -> Placement:
+def _roomiest(meshes: list[Placement], gpus: Gpus) -> Placement:
     """The mesh, out of those of all the GPUs, that holds most requests.
 
     Raises:
@@ -241,18 +271,19 @@ def _roomiest(meshes: list[Placement], gpus: Gpus, context: int) -> Placement:
         raise ValueError(
             f"no mesh of {gpus.count} GPUs divides this model's sizes; take a power of two"
         )
-    return max(meshes, key=lambda p: (p.data * p.requests(context), -p.missing_bytes))
+    return max(meshes, key=lambda p: (p.data * p.requests, -p.missing_bytes))
 
 
 def _print_refusal(name: str, placed: Placement, fitting: list[Placement], gpus: Gpus) -> None:
     """Prints why a model does not fit a mesh, and meshes that it does fit."""
+    step = placed.beside(1).workspace_bytes
     where, *others = (
         f"{_where(one, gpus)} ({mesh_options(one.data, one.model)})" for one in (placed, *fitting)
     )
     print(
         f"does not fit {where}: each GPU would hold "
         f"{placed.weight_bytes / _GIB:,.1f} GiB of the weights of {name} and a step takes "
-        f"{placed.workspace_bytes / _GIB:,.1f} GiB, {placed.missing_bytes / _GIB:,.1f} GiB more "
+        f"{step / _GIB:,.1f} GiB, {placed.missing_bytes / _GIB:,.1f} GiB more "
         f"than its {placed.gpu_bytes / _GIB:,.1f} GiB\n"
         f"what would: {', '.join(others) or 'no mesh of up to 16 GPUs'}"
     )

@@ -29,6 +29,8 @@ from dsv4_jax.rules import (
 from pallas_kernels.common.formats import CACHE_FORMATS
 from pallas_kernels.common.weights import ACTIVATIONS
 
+MAX_REQUESTS = 2**16
+"""Of a command line."""
 MAX_DRAFT_TOKENS = 16
 MAX_STEPS_PER_CALL = 64
 MAX_STEP_SIZES = 64
@@ -140,7 +142,7 @@ class EngineOptions:
         ),
     ] = False
     max_requests: Annotated[
-        int, Ruled(Whole(1), flag=Whole(1, 2**16), help="requests that run at once")
+        int, Ruled(Whole(1), flag=Whole(1, MAX_REQUESTS), help="requests that run at once")
     ] = 8
     max_context_tokens: Annotated[int, Ruled(Whole(1), help="longest prompt and answer")] = 4096
     cache_format: Annotated[

@@ -70,7 +70,7 @@ def test_a_million_tokens_of_a_split_cache():
         for figure, is_split in ((split, True), (whole, False)):
             found = step(1, 8, count, context=MILLION, split_cache=is_split)
             assert found.seconds * 1e3 == pytest.approx(float(figure), abs=0.051)
-    split, whole = (step(1, 8, 8, context=MILLION, split_cache=is_split) for is_split in (1, 0))
+    split, whole = (step(1, 8, 8, context=MILLION, split_cache=split) for split in (True, False))
     extra = {(c.name, c.count) for c in split.collectives} - {
         (c.name, c.count) for c in whole.collectives
     }
@@ -88,9 +88,10 @@ def test_a_split_cache_leaves_room_for_more_requests():
     whole = placement.place(FLASH, **sizes)
     split = placement.place(FLASH, **sizes, split_cache=True)
     for placed, blocks in ((whole, MILLION // 128), (split, MILLION // 128 // 8)):
-        of_blocks = placed.request_bytes(MILLION) - placed.pools.bytes_per_slot
-        assert of_blocks == blocks * placed.pools.bytes_per_block
-    assert (whole.requests(MILLION), split.requests(MILLION)) == (32, 255)
+        pools = placed.beside(1).pools
+        of_blocks = pools.memory_bytes - pools.bytes_per_slot - 8 * pools.bytes_per_snapshot
+        assert of_blocks == blocks * pools.bytes_per_block
+    assert (whole.requests, split.requests) == (32, 240)
 
 
 def test_one_device_has_no_collectives_and_reads_what_a_decode_step_reads():
@@ -164,4 +165,4 @@ def test_a_model_that_nothing_holds_names_no_mesh():
     place_model = functools.partial(placement.place, FLASH, **sizes)
     assert placement.fitting_meshes(place_model) == []
     assert place_model(data=1, model=1).missing_bytes > 158 * 10**9
-    assert place_model(data=1, model=1).free_bytes == 0
+    assert place_model(data=1, model=1).requests == 0
