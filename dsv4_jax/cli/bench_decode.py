@@ -60,8 +60,8 @@ def add_arguments(steps: argparse.ArgumentParser) -> None:
         "--parts",
         type=_parts,
         default=PARTS,
-        help=f"parts to time, out of {','.join(ALL_PARTS)}; if not given, {','.join(PARTS)}; cache "
-        "alone needs no weights, and loop is `decode_loop`, on a mesh too",
+        help=f"parts to time, out of {','.join(ALL_PARTS)}; cache alone needs no weights, and loop "
+        "is `decode_loop`, on a mesh too",
     )
     steps.add_argument(
         "--one-bucket",

@@ -79,8 +79,7 @@ def add_routings(parser: argparse.ArgumentParser) -> None:
         type=_laws,
         default=tuple(LAWS),
         help=f"how tokens of random weights pick experts, out of {','.join(LAWS)}: all alike, or "
-        "the r-th as often as 1 / r; steps and prompts are timed by each, all else by the first "
-        f"(default: {','.join(LAWS)})",
+        "the r-th as often as 1 / r; steps and prompts are timed by each, all else by the first",
     )
 
 

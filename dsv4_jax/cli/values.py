@@ -19,6 +19,7 @@ _MAX_LISTED = 64
 _WITH_UNIT = re.compile(r"([0-9]{1,15})([A-Za-z]{1,3})")
 _THOUSANDS = {"K": 2**10, "k": 2**10, "M": 2**20}
 """As lengths of contexts are told: 128K tokens are 131,072."""
+_EXAMPLES = ("131072", "128K", "1M", "512MiB", "64GiB")
 
 
 def whole(
@@ -27,18 +28,31 @@ def whole(
     """Reads an integer of that range, also in units: by default 128K is 131072, and 1M 1048576."""
 
     def read(text: str) -> int:
-        found = _WITH_UNIT.fullmatch(text)
-        try:
-            number = int(found[1]) * units[found[2]] if found else int(text)
-        except (KeyError, ValueError):
-            number = None
+        number = _read_whole(text, units)
         if number is None or not least <= number <= most:
+            such = "" if number is not None else _such_as(least, most, units)
             raise argparse.ArgumentTypeError(
-                f"must be a whole number from {least} to {most}, got {show(text)}"
+                f"must be a whole number from {least} to {most}{such}, got {show(text)}"
             )
         return number
 
     return read
+
+
+def _read_whole(text: str, units: Mapping[str, int]) -> int | None:
+    """A whole number, perhaps in one of the units; None if it is no such thing."""
+    found = _WITH_UNIT.fullmatch(text)
+    try:
+        return int(found[1]) * units[found[2]] if found else int(text)
+    except (KeyError, ValueError):
+        return None
+
+
+def _such_as(least: int, most: int, units: Mapping[str, int]) -> str:
+    """How a number of that range is written in the units; "" where none is so large."""
+    known = [(text, _read_whole(text, units)) for text in _EXAMPLES]
+    fitting = [text for text, number in known if number is not None and least <= number <= most]
+    return f", such as {', '.join(fitting[:-1])} or {fitting[-1]}" if len(fitting) > 1 else ""
 
 
 def gib(least: float, most: float) -> Callable[[str], float]:
@@ -47,7 +61,12 @@ def gib(least: float, most: float) -> Callable[[str], float]:
 
     def read(text: str) -> float:
         found = _WITH_UNIT.fullmatch(text)
-        if found is None or found[2] not in UNITS:
+        if found is not None and found[2] not in UNITS:
+            raise argparse.ArgumentTypeError(
+                f"must be a number of GiB from {least:g} to {most:g}, such as 80, 80GiB or "
+                f"81920MiB, got {show(text)}"
+            )
+        if found is None:
             return read_number(text)
         return read_number(repr(int(found[1]) * UNITS[found[2]] / 2**30))
 

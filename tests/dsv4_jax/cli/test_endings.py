@@ -148,9 +148,33 @@ def test_a_number_that_does_not_fit_is_refused_by_its_option(capsys, command, va
     assert len(line) < 300
 
 
-def test_plan_refuses_more_blocks_than_a_table_can_number(capsys):
-    line = message_of(capsys, "plan", "tiny", "--context", 2**20, "--requests", 2**20)
-    assert "--requests 1048576 of --context 1048576 take" in line
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "plan tiny --context 128KB",
+            "--context: must be a whole number from 1 to 2147483647, such as 131072, 128K or 1M, "
+            "got '128KB'",
+        ),
+        ("plan tiny --gpu-gib 80GB", "such as 80, 80GiB or 81920MiB, got '80GB'"),
+        ("plan tiny --host-cache 64GB", "such as 4096, 512MiB or 64GiB, got '64GB'"),
+        ("bench decode --contexts 8K,1m", "131072, 128K or 1M, got '1m' in '8K,1m'"),
+        ("serve --max-body-bytes 64MB", "131072 or 512MiB, got '64MB'"),
+        ("serve --port web", "must be a whole number from 0 to 65535, got 'web'"),
+        ("plan tiny --context 0", "must be a whole number from 1 to 2147483647, got '0'"),
+    ],
+)
+def test_a_number_in_a_unit_that_there_is_not_is_told_of_those_that_there_are(capsys, words, told):
+    line = message_of(capsys, *words.split())
+    assert line.endswith(told), line
+
+
+def test_plan_refuses_more_blocks_than_a_table_can_number(capsys, tmp_path):
+    saved = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny" / "config.json"
+    contents = json.loads(saved.read_text()) | {"max_position_embeddings": 2**23}
+    (tmp_path / "config.json").write_text(json.dumps(contents))
+    line = message_of(capsys, "plan", tmp_path, "--context", 2**23, "--requests", 2**16)
+    assert "--requests 65536 of --context 8388608 take" in line
     assert main(["plan", "tiny", "--context", str(2**20), "--requests", "100"]) == 0
     assert not re.search(r"-\d", capsys.readouterr().out)
 

@@ -210,6 +210,8 @@ def test_help_describes_every_option_and_shows_its_default(command):
             continue
         shown = formatter._expand_help(action)
         assert "(default: " in shown or "if not given" in shown, f"{command} {action.dest}: {shown}"
+        told = shown.count("(default") + ("if not given" in shown)
+        assert told == 1, f"{command} {action.dest} tells its default {told} times: {shown}"
         assert "None" not in shown
         assert "PosixPath" not in shown
 
