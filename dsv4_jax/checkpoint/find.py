@@ -13,7 +13,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import huggingface_hub
@@ -38,6 +38,7 @@ _MODEL = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(_MODEL)
 _ADDRESS = re.compile(rf"(?:https?://[^/]+/|hf://)?({_MODEL})(?:(?:@|/tree/)([^@]+?))?/?")
 """Other ways to write a model's name, which are no directories either."""
+_LONGEST_NAME = 200
 _SUFFIXES = (".json", ".safetensors")
 _MIB = 2**20
 
@@ -113,10 +114,19 @@ def may_be_checkpoint(text: str) -> bool:
     """Whether a text names a checkpoint: one that is there, a path, or a name as on the hub."""
     if text == SHIPPED or _ADDRESS.fullmatch(text) or text.startswith(("/", "./", "../", "~/")):
         return True
+    if text.endswith("/") and len(text.split()) == 1:
+        return True
     try:
         return pathlib.Path(text).is_dir()
     except OSError:  # too long for a path
         return False
+
+
+def near_checkpoint(text: str, known: Sequence[str] = (SHIPPED,)) -> str | None:
+    """The known name of a checkpoint that a word is near; None of a text of several words."""
+    if len(text.split()) != 1 or len(text) > _LONGEST_NAME:
+        return None
+    return next(iter(difflib.get_close_matches(text, known, n=1)), None)
 
 
 def _refuse_address(name: str) -> None:
@@ -134,8 +144,8 @@ def _refuse_word(name: str) -> None:
     """Refuses a word that is no directory; models on the hub have an owner before their name."""
     if not name.strip() or pathlib.PurePath(name).name != name:
         return
-    close = difflib.get_close_matches(name, [SHIPPED])
-    meant = f"; did you mean {close[0]}?" if close else ""
+    near = near_checkpoint(name)
+    meant = f"; did you mean {near}?" if near else ""
     raise ValueError(
         f"checkpoint must be a directory that is there, a name on the hub (owner/model), or "
         f"{SHIPPED}, got {name!r}{meant}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import pathlib
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
-from dsv4_jax.checkpoint.find import SHIPPED, may_be_checkpoint
+from dsv4_jax.checkpoint.find import SHIPPED, may_be_checkpoint, near_checkpoint
 from dsv4_jax.cli.arguments import (
     add_checkpoint,
     add_fields,
@@ -23,9 +25,11 @@ from dsv4_jax.cli.arguments import (
 )
 from dsv4_jax.cli.engine_options import add_engine_options, build_engine, find_model
 from dsv4_jax.cli.old_names import is_first_word
+from dsv4_jax.cli.presets import ON_THE_HUB, PRESETS
 from dsv4_jax.cli.quick_start import one_shape
 from dsv4_jax.cli.values import utf8_text, whole
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.config.kinds import show
 from dsv4_jax.lines import split_lines, without_line_end, without_mark
 from dsv4_jax.progress import Progress
 from dsv4_jax.regular_files import read_given, read_stream
@@ -138,9 +142,10 @@ def _settle_prompts(args: argparse.Namespace) -> None:
     """Takes a first argument that can be no checkpoint for a prompt, as it was without `--`.
 
     Raises:
-      ValueError: an argument is no UTF-8.
+      ValueError: an argument is no UTF-8, or a checkpoint is meant that is not there, or not first.
     """
     if is_first_word(args) and not may_be_checkpoint(args.checkpoint):
+        _refuse_meant(args.checkpoint, args.prompt)
         _note(
             f"{args.checkpoint!r} is no checkpoint that is here, so {SHIPPED} completes it. A "
             "checkpoint is the first argument, and from the next release on it has to be there: "
@@ -151,6 +156,43 @@ def _settle_prompts(args: argparse.Namespace) -> None:
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"argument PROMPT: {error}") from None
         args.prompt, args.checkpoint = [first, *args.prompt], None
+
+
+def _refuse_meant(first: str, others: Sequence[str]) -> None:
+    """Refuses arguments of which the first is no checkpoint, but one of them is meant for it.
+
+    Raises:
+      ValueError: the first is near a checkpoint's name or names a preset, or another argument is a
+        checkpoint.
+    """
+    rule = (
+        f"argument CHECKPOINT: must be a directory that is there, a name on the hub (owner/model) "
+        f"or {SHIPPED}, got {show(first)}"
+    )
+    as_text = shlex.join(["dsv4-jax", "generate", SHIPPED, first, *others])
+    if first in PRESETS:
+        released = [name for name, preset in ON_THE_HUB.items() if preset == first]
+        meant = f"; its checkpoint is {released[0]}" if released else ""
+        raise ValueError(
+            f"{rule}, which is a name for `plan` and `bench` alone{meant}; as a text: {as_text}"
+        )
+    if near := near_checkpoint(first, (SHIPPED, *ON_THE_HUB)):
+        raise ValueError(f"{rule}; did you mean {near}? As a text: {as_text}")
+    for other in others:
+        if other == SHIPPED or other in ON_THE_HUB or _is_checkpoint(other):
+            texts = [first, *(text for text in others if text != other)]
+            raise ValueError(
+                f"{rule}; the checkpoint comes before the texts: "
+                f"{shlex.join(['dsv4-jax', 'generate', other, *texts])}. As texts: {as_text}"
+            )
+
+
+def _is_checkpoint(text: str) -> bool:
+    """Whether a directory with a config has that name."""
+    try:
+        return (pathlib.Path(text) / "config.json").is_file()
+    except (OSError, ValueError):  # too long for a path, or none
+        return False
 
 
 def _read_prompts(args: argparse.Namespace) -> list[str]:

@@ -259,6 +259,39 @@ def test_prompts_are_checked_before_weights_are_read(capsys, nothing_loads, argu
     assert message in message_of(capsys, "generate", "shipped", *arguments)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["shiped", "a b"], "did you mean shipped? As a text: {} shipped shiped 'a b'"),
+        (["DeepSeek-V4-Flash"], "did you mean deepseek-ai/DeepSeek-V4-Flash? As a text: "),
+        (["flash", "x"], "`bench` alone; its checkpoint is deepseek-ai/DeepSeek-V4-Flash; as a"),
+        (["tiny"], "got 'tiny', which is a name for `plan` and `bench` alone; as a text: "),
+        (
+            ["The if", "shipped"],
+            "got 'The if'; the checkpoint comes before the texts: {} shipped 'The if'. As texts: "
+            "{} shipped 'The if' shipped",
+        ),
+        (["The if", "deepseek-ai/DeepSeek-V4-Flash"], "the checkpoint comes before the texts: "),
+        (["The if", str(SAVED), "and"], "the texts: {} " + f"{SAVED} 'The if' and. As texts: "),
+        (["./nosuch", "hello"], "no config.json at nosuch; name a directory that has one"),
+        (["nosuch/", "hello"], "no config.json at nosuch; name a directory that has one"),
+        (["/nowhere/at/all", "hello"], "no config.json at /nowhere/at/all; name a directory that"),
+    ],
+)
+def test_a_checkpoint_that_is_misspelt_or_not_first_is_no_prompt(
+    capsys, nothing_loads, words, told
+):
+    line = message_of(capsys, "generate", *words)
+    assert told.replace("{}", "dsv4-jax generate") in line
+
+
+@pytest.mark.parametrize("words", [["x/ y/"], ["ship it"], ["x" * 5000, "y" * 5000, "\0"], ["and"]])
+def test_a_text_that_is_no_name_is_a_prompt(words):
+    args = cli.make_parser("generate").parse_args(["generate", *words])
+    generate._settle_prompts(args)
+    assert (args.checkpoint, args.prompt) == (None, words)
+
+
 def test_a_tokenizer_of_another_model_is_refused_before_weights(capsys, tmp_path, nothing_loads):
     fields = json.loads((SHIPPED / "config.json").read_text()) | {"vocab_size": 50}
     (tmp_path / "config.json").write_text(json.dumps(fields | {"bos_token_id": 0}))
