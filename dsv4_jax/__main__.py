@@ -2,11 +2,12 @@
 
 import contextlib
 import gc
+import os
 import sys
 import threading
 from collections.abc import Iterator
 
-from dsv4_jax.signals import end_at_once
+from dsv4_jax.signals import INTERRUPTED, end_at_once, flush_streams
 from dsv4_jax.standard_streams import open_standard_streams, say
 
 _FIRST_LINE_S = 1.0
@@ -44,7 +45,7 @@ def main() -> int:
 
     Returns:
       Its status; 2 if jax refuses a variable of the environment, and in the place of 0 if standard
-      error could not take what was said.
+      error could not take what was said. After Ctrl-C the process ends here.
     """
     notes = open_standard_streams()
     try:
@@ -56,6 +57,9 @@ def main() -> int:
         say(f"dsv4-jax: the environment must be one that jax takes: {error}")
         return 2
     status = cli.main()
+    if status == INTERRUPTED:  # Python would wait for threads, which may compile for a minute
+        flush_streams()
+        os._exit(status)
     return status or 2 * notes.have_lost
 
 

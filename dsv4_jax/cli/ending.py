@@ -8,11 +8,8 @@ import sys
 from collections.abc import Callable
 
 from dsv4_jax.cli.parser import UsageError
-from dsv4_jax.signals import keep_interrupts
+from dsv4_jax.signals import INTERRUPTED, end_soon, keep_interrupts
 from dsv4_jax.standard_streams import say
-
-INTERRUPTED = 130
-"""128 and the number of SIGINT, as a shell says it."""
 
 CLOSED_PIPE = 141
 """128 and the number of SIGPIPE."""
@@ -29,10 +26,11 @@ def run_to_status(name: str, run: Callable[[], int]) -> int:
       That status; 2 for bad input, for files and outputs that cannot be read or written, for an
       environment that JAX cannot start in and for a warning that was made an error, 1 if the device
       failed or memory is too small, 130 after Ctrl-C, 141 if the reader of the output has gone.
+      Where Ctrl-C does not end the command soon, the process ends (`end_soon`).
     """
     _show_any_text()
     try:
-        with keep_interrupts():
+        with end_soon(name), keep_interrupts():
             status = run()
         flush_answers()
         return status

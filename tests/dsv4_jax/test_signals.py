@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dsv4_jax.signals import end_at_once, keep_interrupts
+from dsv4_jax.signals import end_at_once, end_soon, keep_interrupts
 
 ROOT = pathlib.Path(__file__).parents[2]
 PLACES = {
@@ -51,6 +51,11 @@ PLACES = {
         threading.Timer(0.3, interrupt).start()
         threading.Event().wait()""",
     "plain code": "interrupt()",
+    "what an interrupt goes through": """
+        try:
+            interrupt()
+        finally:
+            time.sleep(10)""",
 }
 LOST_BY_PYTHON = [place for place in PLACES if place.startswith(("a callback", "__del__"))]
 
@@ -62,7 +67,7 @@ def run_in(place, number, within):
     """
     code = f"""if True:
         import os, signal, sys, threading, time
-        from dsv4_jax.signals import end_at_once, keep_interrupts
+        from dsv4_jax.signals import end_at_once, end_soon, keep_interrupts
         signal.signal(signal.SIGINT, signal.default_int_handler)
         def interrupt():
             os.kill(os.getpid(), {int(number)})
@@ -96,10 +101,52 @@ def test_an_interrupt_that_python_would_forget_is_raised_after_all(place):
     assert run_in(place, signal.SIGINT, "keep_interrupts()") == (3, "raised\n")
 
 
+@pytest.mark.parametrize("place", ["a long call of C", "what an interrupt goes through"])
+def test_a_process_that_does_not_end_in_time_is_ended(place):
+    """Standard output has what was printed before."""
+    assert run_in(place, signal.SIGINT, "end_soon('it', 0.5)") == (130, "it: interrupted\n")
+
+
+@pytest.mark.parametrize("place", ["a wait", "plain code", "__del__"])
+def test_a_process_that_ends_in_time_ends_in_its_own_way(place):
+    within = "end_soon('it', 30), keep_interrupts()"
+    assert run_in(place, signal.SIGINT, within) == (3, "raised\n")
+
+
+@pytest.mark.parametrize(
+    "stays",
+    ["pool.submit(time.sleep, 50); time.sleep(50)", "hashlib.pbkdf2_hmac('md5', b'', b'', 2**28)"],
+    ids=["threads", "a long call of C"],
+)
+def test_an_interrupted_command_waits_for_nothing(stays):
+    """As for XLA, which compiles in threads, for which Python's end waits, or in the main one."""
+    code = f"""if True:
+        import concurrent.futures, hashlib, os, signal, sys, threading, time, types
+        import dsv4_jax
+        from dsv4_jax import __main__
+        from dsv4_jax.cli import ending
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        pool = concurrent.futures.ThreadPoolExecutor()
+        def run():
+            print("an answer")
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            {stays}
+        run_it = lambda: ending.run_to_status("it", run)
+        own = types.SimpleNamespace(main=run_it, import_command=len)
+        sys.modules["dsv4_jax.cli"] = dsv4_jax.cli = own
+        sys.exit(__main__.main())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=40
+    )
+    assert (done.returncode, done.stdout) == (130, "an answer\n")
+    assert done.stderr == "it: interrupted\n"
+
+
 def test_what_was_set_before_is_set_again():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     hook = sys.unraisablehook
-    with end_at_once("it"), keep_interrupts():
+    with end_soon("it"), end_at_once("it"), keep_interrupts():
         assert signal.getsignal(signal.SIGINT) not in before
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert sys.unraisablehook is hook

@@ -444,15 +444,31 @@ def start(*arguments, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [4.0, 6.0, 9.0])
-def test_ctrl_c_ends_a_process_with_one_line(delay_s):
+@pytest.mark.parametrize(
+    ("command", "delay_s"),
+    [
+        *(("generate", delay_s) for delay_s in (4.0, 6.0, 9.0, 14.0)),
+        ("batch", 9.0),
+        ("evaluate", 9.0),
+    ],
+)
+def test_ctrl_c_ends_a_process_with_one_line(tmp_path, command, delay_s):
     """While it imports, loads, compiles or draws; in the first second Python itself may end."""
+    body = {"model": "shipped", "prompt": "The", "max_tokens": 3000}
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in").write_text(json.dumps(request))
+    rest = {
+        "generate": ("The", "--max-new-tokens", "3000"),
+        "batch": (str(tmp_path / "in"), str(tmp_path / "out")),
+        "evaluate": (),
+    }
+    nothing_compiled = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     with start(
-        "generate", "shipped", "The", "--max-new-tokens", "3000", stdout=subprocess.DEVNULL
+        command, "shipped", *rest[command], stdout=subprocess.DEVNULL, env=nothing_compiled
     ) as process:
         time.sleep(delay_s)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=8)
     assert process.returncode == 130
     assert b"interrupted" in err.splitlines()[-1]
     assert b"KeyboardInterrupt" not in err
