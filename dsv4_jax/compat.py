@@ -60,6 +60,11 @@ def end_traces() -> None:
     core.reset_trace_state()
 
 
+def is_tracing() -> bool:
+    """Whether what is called here becomes part of a program, whatever its arguments are."""
+    return not core.trace_state_clean()
+
+
 def uncommitted(value: jax.Array) -> jax.Array:
     """The same array of one device, which any program may take to the devices of its others.
 

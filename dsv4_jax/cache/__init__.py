@@ -14,8 +14,9 @@
     packed_rows     slots, blocks and snapshots as bytes, for the host
     row_sums        checksums of those
 
-`empty_cache` makes one, `shardings` and `block_split` lay it over a mesh, `poison` fills what
-nobody may read, and `original` and `views` have the original cache's interface.
+`empty_cache` makes one of arrays that are `filled`, `shardings` and `block_split` lay it over a
+mesh, `poison` fills what nobody may read, and `original` and `views` have the original cache's
+interface.
 """
 
 from dsv4_jax.cache.commit import Staged

@@ -1,4 +1,7 @@
-"""Empty caches: their sizes are checked, and all of their arrays are made by one program."""
+"""Empty caches: their sizes are checked, and all of their arrays are made by one program.
+
+On a CPU there is no program, since NumPy fills arrays of small caches faster than one compiles.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dsv4_jax import checks
+from dsv4_jax.cache.filled import filled, is_filled_on_host
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.paged_cache import init_paged_pool
 from dsv4_jax.cache.schema import (
@@ -96,7 +101,8 @@ def init_cache(
         checks.integer("max_requests", max_requests, high=checks.INT32_MAX // width)
     else:
         budget = {attn: num_blocks if blocks else 0 for attn, blocks in budget.items()}
-    return _empty_cache(
+    build = _empty_cache if is_filled_on_host() else _compiled_empty_cache
+    return build(
         _schemas(config, cache_format),
         tuple(budget.items()),
         table_shape=(max_requests, width),
@@ -153,17 +159,6 @@ def check_cache(config: DSV4Config, cache: ModelCache) -> None:
         )
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "schemas",
-        "budget",
-        "table_shape",
-        "has_own_blocks",
-        "split_cache",
-        "look_back",
-    ),
-)
 def _empty_cache(
     schemas: tuple[LayerCacheSchema, ...],
     budget: tuple[tuple[str, int], ...],
@@ -173,7 +168,7 @@ def _empty_cache(
     split_cache: bool,
     look_back: int,
 ) -> ModelCache:
-    """All arrays by one program, which compiles faster than one for each of them.
+    """All arrays.
 
     Args:
       schemas: of the layers.
@@ -184,9 +179,11 @@ def _empty_cache(
       look_back: token ids that a slot keeps, or 0.
     """
     (max_requests, width), num_blocks = table_shape, dict(budget)
-    table = jnp.full(table_shape, -1, jnp.int32)
     if has_own_blocks:
-        table = jnp.arange(max_requests * width, dtype=jnp.int32).reshape(table_shape)
+        count = (np if is_filled_on_host() else jnp).arange(max_requests * width, dtype=jnp.int32)
+        table = jnp.asarray(count.reshape(table_shape), jnp.int32)
+    else:
+        table = filled(table_shape, -1, jnp.int32)
     state, paged = {}, {}
     for attn in AttentionType:
         family = [schema for schema in schemas if schema.attn_type == attn]
@@ -208,11 +205,24 @@ def _empty_cache(
     return ModelCache(
         state=state,
         paged=paged,
-        length_tokens=jnp.zeros(max_requests, jnp.int32),
+        length_tokens=filled((max_requests,), 0, jnp.int32),
         block_table=table,
         schemas=schemas,
         split_cache=split_cache,
     )
+
+
+_compiled_empty_cache = jax.jit(  # one program compiles faster than one for each array
+    _empty_cache,
+    static_argnames=(
+        "schemas",
+        "budget",
+        "table_shape",
+        "has_own_blocks",
+        "split_cache",
+        "look_back",
+    ),
+)
 
 
 def _init_on_mesh(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 
 from dsv4_jax import checks
+from dsv4_jax.cache.filled import filled
 from dsv4_jax.cache.schema import Families, FamilyKind, LayerCacheSchema
 from pallas_kernels.common.codecs import Planes, PlaneShapes
 
@@ -72,4 +72,4 @@ def init_paged_pool(
 
 def zeros(shapes: PlaneShapes, lead: tuple[int, ...]) -> Planes:
     """Zeroed planes with those leading axes."""
-    return {name: jnp.zeros(lead + s.shape, s.dtype) for name, s in shapes.items()}
+    return {name: filled(lead + s.shape, 0, s.dtype) for name, s in shapes.items()}

@@ -32,8 +32,8 @@ def poison(cache: ModelCache, slots: Array | None, blocks: Array | None) -> Mode
     return dataclasses.replace(cache, state=state, paged=paged)
 
 
-def poison_of(dtype: np.dtype) -> jax.Array:
+def poison_of(dtype: np.dtype) -> np.ndarray:
     """The value of a dtype whose bits are all ones."""
     width = np.dtype(dtype).itemsize
     ones = np.asarray([2 ** (8 * width) - 1], f"u{width}")
-    return jnp.asarray(ones.view(dtype)[0])
+    return ones.view(dtype).reshape(())

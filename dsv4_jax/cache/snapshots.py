@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dsv4_jax import checks
+from dsv4_jax.cache.filled import filled
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.new_tokens import NewTokens, check_staged
 from dsv4_jax.cache.poison import poison_of
@@ -103,9 +104,8 @@ def _empty_store(state: Mapping[str, StateCachePool], num_snapshots: int) -> Sna
 
     def empty(plane: jax.Array, rows: int, width: int | None = None) -> jax.Array:
         rest = plane.shape[3:] if width is None else (width,)
-        return jnp.full(
-            (plane.shape[0], num_snapshots, rows, *rest), poison_of(plane.dtype), plane.dtype
-        )
+        shape = (plane.shape[0], num_snapshots, rows, *rest)
+        return filled(shape, poison_of(plane.dtype), plane.dtype)
 
     window = {
         attn: {name: empty(plane, plane.shape[2]) for name, plane in pool.window.items()}

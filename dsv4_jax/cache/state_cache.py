@@ -13,14 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import checks
+from dsv4_jax.cache.filled import filled
 from dsv4_jax.cache.paged_cache import zeros
 from dsv4_jax.cache.schema import Families, FamilyKind, LayerCacheSchema
 from pallas_kernels.common.addressing import drop_absent
 from pallas_kernels.common.codecs import Planes
-from pallas_kernels.compressor.pooling import empty_pool
 
 TOKEN_IDS = "token ids"
 """Family of the last token ids, where a model has Engram tables."""
+_NO_TOKENS = np.asarray([[-np.inf], [0.0], [0.0]], np.float32)
+"""What a running softmax starts with: `pallas_kernels.compressor.pooling.empty_pool`."""
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -124,8 +126,7 @@ def init_state_pool(
         tail = _tail(lead, schema, schema.entry_head_dim)
         index_tail = _tail(lead, schema, schema.indexer_head_dim)
     elif schema.tail_buffer_size_a:
-        pools = empty_pool(num_layers * max_requests, schema.entry_head_dim)
-        running = pools.reshape(*lead, 3, schema.entry_head_dim)
+        running = filled((*lead, 3, schema.entry_head_dim), _NO_TOKENS, jnp.float32)
     shapes = schema.format.ring.plane_shapes(schema.entry_head_dim, schema.rope_dim)
     return StateCachePool(
         window=zeros(shapes, (*lead, schema.swa_window_size)),
@@ -154,13 +155,15 @@ def init_pending_pool(
 
 def init_id_pool(schema: LayerCacheSchema, max_requests: int) -> StateCachePool:
     """A pool of the last `schema.swa_window_size` token ids, one layer; -1 is none."""
-    ids = jnp.full((1, max_requests, schema.swa_window_size), -1, jnp.int32)
+    ids = filled((1, max_requests, schema.swa_window_size), -1, jnp.int32)
     return StateCachePool(
         window={"ids": ids}, tail=None, index_tail=None, running=None, schema=schema
     )
 
 
 def _tail(lead: tuple[int, int], schema: LayerCacheSchema, dim: int) -> Planes:
-    row = jax.ShapeDtypeStruct((2 * dim,), jnp.float32)
-    tail = zeros({"values": row, "scores": row}, (*lead, schema.tail_buffer_size))
-    return tail | {"scores": jnp.full_like(tail["scores"], -jnp.inf)}
+    shape = (*lead, schema.tail_buffer_size, 2 * dim)
+    return {
+        "values": filled(shape, 0, jnp.float32),
+        "scores": filled(shape, -jnp.inf, jnp.float32),
+    }

@@ -8,6 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dsv4_jax.cache.filled import filled
 from dsv4_jax.cache.snapshots import SnapshotPlan
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.step.draws import DrawnCounts, Logprobs, TokenMasks
@@ -124,17 +125,17 @@ class ServeOutput:
           num_steps: n, the most that a call makes.
           has_confidence: the drafts are those of DSpark stages.
         """
-        width = num_rows, draft_tokens + 1
+        drafts, width = (num_rows, draft_tokens), (num_rows, draft_tokens + 1)
         shape = (*width, min(MAX_LOGPROBS, vocab_size))
         num_columns = num_steps * (draft_tokens + 2) + draft_tokens + 1
         return cls(
-            columns=jnp.zeros((num_rows, num_columns), jnp.int32),
+            columns=filled((num_rows, num_columns), 0, jnp.int32),
             logprobs=Logprobs(
-                drawn=jnp.zeros(width, jnp.float32),
-                token_ids=jnp.zeros(shape, jnp.int32),
-                top=jnp.zeros(shape, jnp.float32),
+                drawn=filled(width, 0, jnp.float32),
+                token_ids=filled(shape, 0, jnp.int32),
+                top=filled(shape, 0, jnp.float32),
             ),
-            confidence=jnp.zeros((num_rows, draft_tokens)) if has_confidence else None,
+            confidence=filled(drafts, 0, jnp.float32) if has_confidence else None,
             draft_tokens=draft_tokens,
         )
 

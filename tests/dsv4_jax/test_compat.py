@@ -102,6 +102,13 @@ def test_dialects():
         assert "arith.addf" in str(ir.Module.parse(text, context))
 
 
+def test_is_tracing():
+    seen = []
+    for call in (jax.eval_shape, lambda function: jax.jit(function)(), lambda function: function()):
+        call(lambda: seen.append(compat.is_tracing()))
+    assert seen == [True, True, False]
+
+
 def test_end_traces():
     """What is computed in a trace is a tracer; once traces are ended, it is a value."""
     is_traced = []

@@ -24,6 +24,7 @@ from dsv4_jax import compat
 from dsv4_jax.allocator.pool_plan import PoolPlan
 from dsv4_jax.allocator.verify import scan_cache
 from dsv4_jax.cache.empty_cache import init_cache
+from dsv4_jax.cache.filled import is_filled_on_host
 from dsv4_jax.cache.model_cache import ModelCache
 from dsv4_jax.cache.packed_rows import pack_rows, row_bytes, unpack_rows
 from dsv4_jax.cache.schema import FormatName
@@ -372,7 +373,7 @@ def _empty_pools(
     mesh: Mesh | None,
     split_cache: bool,
 ) -> Callable[[], tuple[ModelCache, SnapshotStore, ServeOutput]]:
-    """One program that makes pools of these sizes, on every data shard of the mesh."""
+    """What makes pools of these sizes on all data shards: one program, or NumPy for one CPU."""
     shards = 1 if mesh is None else mesh_sizes(mesh)[0]
 
     def build() -> tuple[ModelCache, SnapshotStore, ServeOutput]:
@@ -395,6 +396,6 @@ def _empty_pools(
         return cache, init_snapshot_store(cache, pools.num_snapshots * shards), last
 
     if mesh is None:
-        return jax.jit(build)
+        return build if is_filled_on_host() else jax.jit(build)
     where = tuple(shardings_of(value, mesh) for value in jax.eval_shape(build))
     return jax.jit(build, out_shardings=where)

@@ -11,6 +11,8 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.cache.model_cache import family_bytes, family_kinds
 from dsv4_jax.cache.schema import FamilyKind
+from dsv4_jax.cache.snapshots import init_snapshot_store
+from dsv4_jax.serving.metrics.metrics import count_compiles
 from helpers import slow
 from helpers.arrays import on_device
 from helpers.schedules import step_input
@@ -64,6 +66,33 @@ def test_shapes_are_those_of_the_cache_and_allocate_nothing(cache_format):
     cache = ds.init_cache(TINY, cache_format=cache_format, **SIZE)
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, cache)
     assert jax.tree.structure(shapes) == jax.tree.structure(cache)
+
+
+@pytest.mark.parametrize("num_blocks", [None, 5])
+@pytest.mark.parametrize("cache_format", slow.all_but(["fp8_ue8m0"], list(CACHE_FORMATS)))
+def test_arrays_of_the_host_are_those_of_a_program(cache_format, num_blocks):
+    """On a CPU NumPy makes an empty cache and its store; in a program it makes none of it."""
+
+    def build():
+        cache = ds.init_cache(TINY, cache_format=cache_format, num_blocks=num_blocks, **SIZE)
+        return cache, init_snapshot_store(cache, 2)
+
+    before = count_compiles()
+    found = build()
+    assert count_compiles() == before or jax.default_backend() != "cpu"
+    traced = jax.jit(build).trace()
+    assert traced.jaxpr.consts == []
+    wanted = traced.lower().compile()()
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert (ours.aval, ours.sharding) == (theirs.aval, theirs.sharding)
+        assert ours.committed == theirs.committed
+    for ours, theirs in zip(*map(jax.tree.leaves, (found[0], wanted[0])), strict=True):
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+    # The store is NaN in both, but a program of a CPU clears bits of a constant NaN in BF16.
+    assert {byte for ours in jax.tree.leaves(found[1]) for byte in np.asarray(ours).tobytes()} == {
+        255
+    }
 
 
 def test_memory_is_that_of_all_arrays():
