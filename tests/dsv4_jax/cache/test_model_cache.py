@@ -90,9 +90,8 @@ def test_arrays_of_the_host_are_those_of_a_program(cache_format, num_blocks):
     for ours, theirs in zip(*map(jax.tree.leaves, (found[0], wanted[0])), strict=True):
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
     # The store is NaN in both, but a program of a CPU clears bits of a constant NaN in BF16.
-    assert {byte for ours in jax.tree.leaves(found[1]) for byte in np.asarray(ours).tobytes()} == {
-        255
-    }
+    for ours in jax.tree.leaves(found[1]):
+        assert not np.asarray(ours).tobytes().strip(b"\xff")
 
 
 def test_memory_is_that_of_all_arrays():
@@ -190,7 +189,7 @@ def used_cache():
     """Lengths, tables and every byte as some earlier requests left them."""
     cache = jax.tree.map(lambda leaf: np.full_like(leaf, 7), ds.init_cache(TINY, **SIZE))
     cache = jax.device_put(cache)
-    return dataclasses.replace(cache, block_table=jnp.arange(12, dtype=jnp.int32).reshape(4, 3))
+    return dataclasses.replace(cache, block_table=i32(*np.arange(12).reshape(4, 3)))
 
 
 def i32(*values):
@@ -237,7 +236,7 @@ def test_update_refuses_other_shapes(lengths, table, message):
 )
 def test_reset_slots_empties_those_slots_and_leaves_the_tables(slots):
     fresh, cache = ds.init_cache(TINY, **SIZE), used_cache()
-    given = (fresh, cache, ds.reset_slots(cache, i32(*slots)))
+    given = (fresh, cache, jax.jit(ds.reset_slots)(cache, i32(*slots)))
     fresh, cache, new = jax.tree.map(np.asarray, given)
     chex.assert_trees_all_equal((new.paged, new.block_table), (cache.paged, cache.block_table))
     for slot in range(4):

@@ -34,7 +34,7 @@ def schema_of(attn, cache_format="fp8_ue8m0", config=CONFIG):
 
 
 def stacked(planes, *lead):
-    return {name: jnp.zeros((*lead, *shape), dtype) for name, (shape, dtype) in planes.items()}
+    return {name: np.zeros((*lead, *shape), dtype) for name, (shape, dtype) in planes.items()}
 
 
 @pytest.mark.parametrize("cache_format", FORMATS)

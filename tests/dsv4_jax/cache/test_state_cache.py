@@ -11,6 +11,7 @@ import pytest
 
 import dsv4_jax as ds
 from helpers import slow
+from helpers.arrays import on_device
 from pallas_kernels.common.formats import CACHE_FORMATS
 
 pytestmark = pytest.mark.unoptimised
@@ -28,7 +29,10 @@ def make(attn, cache_format="fp8_ue8m0", config=CONFIG, num_slots=NUM_SLOTS):
 
 def used(pool):
     """The pool after somebody else: no row as it was at the start."""
-    return jax.tree.map(lambda leaf: jnp.full_like(leaf, 7), pool)
+    return jax.tree.map(lambda leaf: on_device(np.full(leaf.shape, 7), leaf.dtype), pool)
+
+
+reset_slots = jax.jit(ds.StateCachePool.reset_slots)
 
 
 def f32(*shape, fill=0.0):
@@ -41,7 +45,7 @@ def test_window_holds_w_entries_of_the_format(attn, cache_format):
     pool = make(attn, cache_format)
     shapes = pool.schema.format.ring.plane_shapes(32, 8)
     lead = (NUM_LAYERS, NUM_SLOTS, 16)
-    expected = {name: jnp.zeros((*lead, *s.shape), s.dtype) for name, s in shapes.items()}
+    expected = {name: np.zeros((*lead, *s.shape), s.dtype) for name, s in shapes.items()}
     chex.assert_trees_all_equal_shapes_and_dtypes(pool.window, expected)
     chex.assert_trees_all_equal(pool.window, expected)
     assert pool.num_slots == NUM_SLOTS
@@ -93,18 +97,19 @@ def test_reset_empties_those_slots_and_no_other(attn, cache_format, slots):
     slots = [int(slot) for slot in slots.split()]
     fresh = make(attn, cache_format)
     before = used(fresh)
-    after = before.reset_slots(jnp.asarray(slots, jnp.int32))
+    after = reset_slots(before, on_device(slots, jnp.int32))
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, before)
+    fresh, before, after = jax.tree.map(np.asarray, (fresh, before, after))
     for slot in range(NUM_SLOTS):
         expected = fresh if slot in slots else before
         for got, want in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(got[:, slot], want[:, slot])
-    chex.assert_trees_all_equal_shapes_and_dtypes(after, before)
 
 
 @pytest.mark.parametrize("slot", [1, NUM_SLOTS - 1, -1])
 def test_reset_slot_is_reset_slots_of_one(slot):
     pool = used(make(HCA))
-    expected = pool.reset_slots(jnp.asarray([slot], jnp.int32))
+    expected = pool.reset_slots(on_device([slot], jnp.int32))
     chex.assert_trees_all_equal(pool.reset_slot(slot), expected)
     chex.assert_trees_all_equal(jax.jit(ds.StateCachePool.reset_slot)(pool, slot), expected)
 
@@ -112,7 +117,7 @@ def test_reset_slot_is_reset_slots_of_one(slot):
 def test_a_running_softmax_that_is_reset_forgets_its_window():
     """HCA: back to no tokens, not to zeros, which would be a token of score 0."""
     pool = used(make(HCA)).reset_slot(1)
-    largest, total, weighted = np.moveaxis(np.asarray(pool.running[:, 1]), 1, 0)
+    largest, total, weighted = np.moveaxis(np.asarray(pool.running)[:, 1], 1, 0)
     assert np.all(largest == -np.inf)
     assert not total.any()
     assert not weighted.any()
