@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,7 @@ class CallIndices:
     visible: jax.Array | None = None
     max_row_tokens: int = dataclasses.field(metadata={"static": True})
 
+    @functools.partial(jax.jit, static_argnames="compression_ratio", inline=True)
     def closing_tokens(self, compression_ratio: int) -> jax.Array:
         """Tokens that close a window of M = `compression_ratio` tokens.
 
@@ -55,6 +57,7 @@ class CallIndices:
         size = min(num_tokens, num_tokens // compression_ratio + num_rows)
         return jnp.nonzero(closes, size=size, fill_value=-1)[0].astype(jnp.int32)
 
+    @functools.partial(jax.jit, inline=True)
     def keep(self, num_tokens: jax.Array) -> CallIndices:
         """The same call, cut to the first i32[B] tokens of each segment; the rest is padding."""
         row = jnp.maximum(self.segment_ids, 0)
