@@ -81,9 +81,10 @@ def poison(cache):
     """The same empty cache with every float NaN and every byte 0xFF, as a former tenant left it."""
 
     def fill(leaf):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            return jnp.full_like(leaf, jnp.nan)
-        return jnp.full_like(leaf, 255)
+        value = jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 255
+        if leaf.committed:  # as on a mesh
+            return jnp.full_like(leaf, value)
+        return on_device(np.full(leaf.shape, value), leaf.dtype)
 
     state, paged = jax.tree.map(fill, (cache.state, cache.paged))
     return dataclasses.replace(cache, state=state, paged=paged)

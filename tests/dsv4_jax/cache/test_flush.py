@@ -14,7 +14,7 @@ import pytest
 
 import dsv4_jax as ds
 from helpers import slow
-from helpers.arrays import on_device
+from helpers.arrays import on_device, ones
 from helpers.schedules import poison, random_cuts, step_input
 from pallas_kernels.common.formats import CACHE_FORMATS
 
@@ -168,7 +168,7 @@ def test_exactly_the_closed_windows_are_written(attn, cache_format):
         poison(make(cache_format)), length_tokens=jnp.asarray([120, 0, 0, 0], jnp.int32)
     )
     # Slot 0 goes on after 120 tokens, which left numbers in its state, no matter which.
-    state = jax.tree.map(jnp.ones_like, cache.state)
+    state = jax.tree.map(lambda leaf: ones(leaf.shape, leaf.dtype), cache.state)
     call = step_input([[1] * 9, [1] * 8, [1] * 5], range(3), [0, 3, -1], num_tokens=T)
     rows = projections(attn, T, np.random.default_rng(0))
     pool = step(dataclasses.replace(cache, state=state), call, rows, MAIN, attn=attn).paged[attn]
