@@ -252,12 +252,17 @@ def _draw_on_host(
     """Small leaves are drawn on the host, since on a device every shape compiles for 0.2 s."""
     if name == "tid2eid":
         noise = host.random((*leaf.shape[:-1], config.num_routed_experts), np.float32)
-        return jnp.asarray(np.argsort(noise, axis=-1)[..., : leaf.shape[-1]], leaf.dtype)
+        return _to_device(np.argsort(noise, axis=-1)[..., : leaf.shape[-1]], leaf.dtype)
     if name == "scale":
-        return jnp.asarray(host.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
+        return _to_device(host.uniform(0.5, 1.5, leaf.shape), leaf.dtype)
     mean, spread = leaf_spread(name, leaf.shape)
     noise = host.standard_normal(leaf.shape, np.float32)
-    return jnp.asarray(mean + np.float32(spread) * noise, leaf.dtype)
+    return _to_device(mean + np.float32(spread) * noise, leaf.dtype)
+
+
+def _to_device(values: np.ndarray, dtype: np.dtype) -> jax.Array:
+    """NumPy converts, since JAX would compile a program for each shape that does nothing else."""
+    return jnp.asarray(values.astype(dtype), dtype)
 
 
 def leaf_spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
