@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ from pallas_kernels.common.weights import MXFP4, BlockFP8, is_quantized, weight_
 
 _LARGE_BYTES = 2**26
 """Leaves up to this size are stacked on the host. JAX may keep such a stack until its next call."""
+_HOST_SIZE = 2**22  # elements
 
 
 def load_checkpoint(
@@ -176,7 +178,7 @@ class _DeviceStack:
     def __init__(self, wanted: Any, device: Any):
         self.wanted = wanted
         self._stack = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, _bits(leaf.dtype), device=device), wanted
+            lambda leaf: _zeros(leaf.shape, _bits(leaf.dtype), device), wanted
         )
 
     def holds(self, index: tuple[int, ...]) -> bool:
@@ -192,6 +194,13 @@ class _DeviceStack:
             return bits if bits.dtype == wanted.dtype else bits.view(wanted.dtype)
 
         return jax.tree.map(restore, self._stack, self.wanted)
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:
+    """Small ones of a CPU come from its memory, where JAX would compile a program for a shape."""
+    if jax.default_backend() == "cpu" and math.prod(shape) <= _HOST_SIZE:
+        return jax.device_put(np.zeros(shape, dtype), device)
+    return jnp.zeros(shape, dtype, device=device)
 
 
 def _bits(dtype: Any) -> Any:
