@@ -71,8 +71,8 @@ def leaf_of(draft, name):
     _, stage, rest = name.split(".", 2)
     if rest.startswith("ffn.experts."):
         expert, w = rest.split(".")[2:4]
-        return np.asarray(getattr(draft.stages.ffn, w)[int(stage), int(expert)])
-    return np.asarray(attribute(draft.stages, STAGE[rest])[int(stage)])
+        return np.asarray(getattr(draft.stages.ffn, w))[int(stage), int(expert)]
+    return np.asarray(attribute(draft.stages, STAGE[rest]))[int(stage)]
 
 
 def decoded(tensors, name):

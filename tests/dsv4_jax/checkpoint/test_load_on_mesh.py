@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -109,12 +110,12 @@ def scales(rng, shape):
 
 
 def decode(wanted, arrays):
-    if isinstance(wanted, MXFP4):
-        weight = MXFP4.from_stored(*map(jnp.asarray, arrays), dtype="bfloat16")
-    else:
-        weight = dataclasses.replace(wanted, codes=arrays[0], scale=jnp.asarray(arrays[1]))
-        weight = dataclasses.replace(weight, codes=jnp.asarray(weight.codes))
-    return np.asarray(decode_weight(weight))
+    def decoded(codes, scale):
+        if isinstance(wanted, MXFP4):
+            return decode_weight(MXFP4.from_stored(codes, scale, dtype="bfloat16"))
+        return decode_weight(dataclasses.replace(wanted, codes=codes, scale=scale))
+
+    return np.asarray(jax.jit(decoded)(*arrays))
 
 
 @pytest.mark.parametrize("weight_format", [BlockFP8, MXFP4])

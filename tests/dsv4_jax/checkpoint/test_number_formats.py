@@ -131,10 +131,12 @@ def test_fp8_blocks(tmp_path, unquantised, kind, suffix):
     folder = write_checkpoint(tmp_path / "x", tensors, write_config(QUANTISED))
     attn = load(folder, weights="float32")[1].layers["swa_learned"].attn
     for leaf, values in expected.items():
-        np.testing.assert_array_equal(getattr(attn, leaf)[0], values)
+        np.testing.assert_array_equal(np.asarray(getattr(attn, leaf))[0], values)
     rounded = load(folder, jnp.bfloat16, "bfloat16")[1].layers["swa_learned"].attn
     for leaf, values in expected.items():
-        np.testing.assert_array_equal(getattr(rounded, leaf)[0], values.astype(jnp.bfloat16))
+        np.testing.assert_array_equal(
+            np.asarray(getattr(rounded, leaf))[0], values.astype(jnp.bfloat16)
+        )
 
 
 @pytest.mark.parametrize("packed", [np.int8, np.uint8])
@@ -153,7 +155,7 @@ def test_packed_fp4_experts(tmp_path, unquantised, packed):
     folder = write_checkpoint(tmp_path / "x", tensors, write_config(QUANTISED))
     ffn = load(folder, weights="float32")[1].layers["swa_learned"].ffn
     for w, values in expected.items():
-        np.testing.assert_array_equal(getattr(ffn, w)[0], np.stack(values))
+        np.testing.assert_array_equal(np.asarray(getattr(ffn, w))[0], np.stack(values))
 
 
 def test_quantised_weights_that_do_not_fit(tmp_path, unquantised):
