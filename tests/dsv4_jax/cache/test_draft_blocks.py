@@ -49,6 +49,9 @@ def encoded(rows, config, state):
     )[1]
 
 
+jit_attend = jax.jit(attend, static_argnames="scale")
+
+
 def dense(queries, sink, state, own, blocks):
     """Row by row: settled tokens that the ring still holds, and all rows of the block."""
     codec, dim, size = state.schema.format.entry, queries.shape[-1], blocks.size
@@ -62,8 +65,8 @@ def dense(queries, sink, state, own, blocks):
         settled = [t % window for t in range(max(int(length) - window, 0), int(length))]
         keys = np.concatenate([ring[int(slot), settled], rows[block]])
         some = queries[block * size : (block + 1) * size]
-        valid = jnp.ones(len(keys), bool)
-        found.append(attend(some, jnp.asarray(keys), valid, sink, scale=dim**-0.5))
+        valid = np.ones(len(keys), bool)
+        found.append(jit_attend(some, keys, valid, sink, scale=dim**-0.5))
     return np.concatenate([np.asarray(one, np.float64) for one in found])
 
 
