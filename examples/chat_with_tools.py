@@ -9,6 +9,7 @@ ships in the package only completes text and cannot chat.
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,7 @@ def chat(
     """
     messages: list[Any] = [{"role": "user", "content": question}]
     for number in range(max_rounds):
+        print("asking ...", file=sys.stderr, flush=True)  # the whole answer comes at once
         answer = client.chat.completions.create(
             model=model,
             messages=messages,

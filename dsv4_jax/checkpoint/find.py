@@ -34,6 +34,15 @@ SHIPPED_CHECKPOINT = pathlib.Path(__file__).parents[1] / "data" / "checkpoint"
 SHIPPED = "shipped"
 """Its name, unless a directory has it."""
 
+ON_THE_HUB = {
+    "deepseek-ai/DeepSeek-V4-Flash": "flash",
+    "deepseek-ai/DeepSeek-V4-Pro": "pro",
+    "deepseek-ai/DeepSeek-V4-Flash-0731": "flash-0731",
+    "deepseek-ai/DeepSeek-V4-Pro-0813": "pro-0813",
+    "deepseek-ai/DeepSeek-V4.1-Flash": "v41-flash",
+}
+"""Released models by their names on the hub, and their short names, by which no file is found."""
+
 _MODEL = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(_MODEL)
 _ADDRESS = re.compile(rf"(?:https?://[^/]+/|hf://)?({_MODEL})(?:(?:@|/tree/)([^@]+?))?/?")
@@ -144,7 +153,8 @@ def _refuse_word(name: str) -> None:
     """Refuses a word that is no directory; models on the hub have an owner before their name."""
     if not name.strip() or pathlib.PurePath(name).name != name:
         return
-    near = near_checkpoint(name)
+    short = {short: name for name, short in ON_THE_HUB.items()}
+    near = short.get(name) or near_checkpoint(name, (SHIPPED, *ON_THE_HUB))
     meant = f"; did you mean {near}?" if near else ""
     raise ValueError(
         f"checkpoint must be a directory that is there, a name on the hub (owner/model), or "

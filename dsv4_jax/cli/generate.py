@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
-from dsv4_jax.checkpoint.find import SHIPPED, may_be_checkpoint, near_checkpoint
+from dsv4_jax.checkpoint.find import ON_THE_HUB, SHIPPED, may_be_checkpoint, near_checkpoint
 from dsv4_jax.cli.arguments import (
     add_checkpoint,
     add_fields,
@@ -25,7 +25,7 @@ from dsv4_jax.cli.arguments import (
 )
 from dsv4_jax.cli.engine_options import add_engine_options, build_engine, find_model
 from dsv4_jax.cli.old_names import is_first_word
-from dsv4_jax.cli.presets import ON_THE_HUB, PRESETS
+from dsv4_jax.cli.presets import PRESETS
 from dsv4_jax.cli.quick_start import one_shape
 from dsv4_jax.cli.values import utf8_text, whole
 from dsv4_jax.config import DSV4Config

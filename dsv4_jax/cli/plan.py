@@ -37,7 +37,7 @@ from dsv4_jax.cli.plan_mesh import (
     print_weights,
     step_lines,
 )
-from dsv4_jax.cli.plan_serve import serve_line
+from dsv4_jax.cli.plan_serve import not_run, serve_line
 from dsv4_jax.cli.plan_tiers import add_tiers, print_tiers
 from dsv4_jax.cli.presets import PRESETS
 from dsv4_jax.cli.values import gib, real, whole
@@ -165,6 +165,8 @@ def run(args: argparse.Namespace) -> int:
     print_tiers(config, args)
     _print_files(files)
     if fits:
+        if untried := not_run(placed):
+            print(f"\nno GPU has run this yet: {', '.join(untried)}")
         print(f"\nto serve it: {serve_line(given, placed)}")
     return int(not fits)
 

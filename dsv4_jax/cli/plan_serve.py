@@ -7,8 +7,8 @@ import pathlib
 import shlex
 
 from dsv4_jax.bench.placement import Placement
-from dsv4_jax.checkpoint.find import SHIPPED
-from dsv4_jax.cli.presets import ON_THE_HUB, preset_of
+from dsv4_jax.checkpoint.find import ON_THE_HUB, SHIPPED
+from dsv4_jax.cli.presets import preset_of
 from dsv4_jax.model.weight_forms import STORED
 
 UNNAMED = "CHECKPOINT"
@@ -43,6 +43,16 @@ def serve_line(args: argparse.Namespace, placed: Placement) -> str:
     if args.follow_links:
         words.append("--follow-links")
     return shlex.join(words)
+
+
+def not_run(placed: Placement) -> list[str]:
+    """What of that no GPU has run yet, as `docs/limits.md` says it."""
+    found = []
+    if placed.config.engram is not None:
+        found.append("an engine of a model with Engram tables")
+    if placed.options.draft_tokens and placed.data * placed.model > 1:
+        found.append("drafts on more than one GPU")
+    return found
 
 
 def _checkpoint_of(name: str) -> str:

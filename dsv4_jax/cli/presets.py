@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
-from dsv4_jax.checkpoint.find import SHIPPED, find_checkpoint
+from dsv4_jax.checkpoint.find import ON_THE_HUB, SHIPPED, find_checkpoint, near_checkpoint
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.draft import DSparkConfig
 
@@ -44,16 +44,6 @@ def _with_stages(config: DSV4Config, dspark: DSparkConfig) -> DSV4Config:
     return dataclasses.replace(config.without_draft(), dspark=dspark)
 
 
-ON_THE_HUB = {
-    "deepseek-ai/DeepSeek-V4-Flash": "flash",
-    "deepseek-ai/DeepSeek-V4-Pro": "pro",
-    "deepseek-ai/DeepSeek-V4-Flash-0731": "flash-0731",
-    "deepseek-ai/DeepSeek-V4-Pro-0813": "pro-0813",
-    "deepseek-ai/DeepSeek-V4.1-Flash": "v41-flash",
-}
-"""The presets of released models by their names on the hub, of which no file is needed."""
-
-
 def preset_of(name: str) -> str | None:
     """The key of `PRESETS` that is meant by a name; None if that is a path, or nothing known."""
     if name in PRESETS:
@@ -78,8 +68,10 @@ def read_config(name: str, *, drafts: bool = True, follow_links: bool = False) -
         name = str(find_checkpoint(name))
         config = DSV4Config.from_hf(name, follow_links=follow_links, text_only=True, drafts=drafts)
     else:
+        near = near_checkpoint(name, (*PRESETS, SHIPPED, *ON_THE_HUB))
+        meant = f"; did you mean {near}?" if near else ""
         raise ValueError(
             f"config must be one of {[*PRESETS, SHIPPED]}, a directory, or one of these models of "
-            f"the Hugging Face hub: {', '.join(ON_THE_HUB)}; got {name!r}"
+            f"the Hugging Face hub: {', '.join(ON_THE_HUB)}; got {name!r}{meant}"
         )
     return config if drafts else config.without_draft()

@@ -24,7 +24,8 @@ class Launcher:
         self._params, self._static = params, static
         self._leaves = jax.tree.leaves(params)
         # XLA would take a shard of one axis for that of another. A wrong device it refuses itself.
-        self._is_on_mesh = any(len(leaf.devices()) > 1 for leaf in self._leaves)
+        arrays = [leaf for leaf in self._leaves if isinstance(leaf, jax.Array)]
+        self._is_on_mesh = any(len(leaf.devices()) > 1 for leaf in arrays)
         self._programs: dict[Any, tuple[compat.Program, Any]] = {}
 
     def __call__(self, program: Any, *arguments: Any, **static: Any) -> Any:

@@ -333,7 +333,10 @@ def test_a_name_in_another_form_is_refused_with_the_right_one(served, written, w
 
 @pytest.mark.parametrize(
     ("word", "told"),
-    [("shiped", "got 'shiped'; did you mean shipped?"), ("flash", "or shipped, got 'flash'")],
+    [
+        ("shiped", "got 'shiped'; did you mean shipped?"),
+        ("flash", "or shipped, got 'flash'; did you mean deepseek-ai/DeepSeek-V4-Flash?"),
+    ],
 )
 def test_a_word_that_is_no_directory_is_refused_with_what_may_stand_there(served, word, told):
     with pytest.raises(ValueError, match=f"{re.escape(told)}$"):

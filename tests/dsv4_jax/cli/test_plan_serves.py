@@ -135,6 +135,25 @@ def test_a_plan_ends_with_the_command_that_serves_it(capsys, words, line):
     assert text.splitlines()[-1] == f"to serve it: dsv4-jax serve {line}"
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "v41-flash --gpu h200x4",
+            "an engine of a model with Engram tables, drafts on more than one",
+        ),
+        ("v41-flash --gpu h200x4 --drafts off", "an engine of a model with Engram tables"),
+        ("flash --gpu h200x2", "drafts on more than one GPU"),
+        ("flash --gpu h200x2 --drafts off", None),
+        ("tiny", None),
+    ],
+)
+def test_a_plan_says_what_of_it_no_gpu_has_run(capsys, words, told):
+    text, _ = planned(capsys, *words.split(), "--requests", "1", "--context", "1K")
+    assert (told is None) == ("no GPU has run this yet" not in text)
+    assert told is None or f"no GPU has run this yet: {told}" in text
+
+
 def test_what_does_not_fit_is_not_served(capsys):
     assert main(["plan", "flash"]) == 1
     assert "to serve it" not in capsys.readouterr().out

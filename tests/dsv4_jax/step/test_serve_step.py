@@ -12,7 +12,6 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.cache.step_input import index_call
-from dsv4_jax.serving.device import engine_arrays
 from dsv4_jax.serving.device.idle_steps import IdleStep
 from dsv4_jax.serving.schedule.scheduler import StepPlan
 from dsv4_jax.step.serve_step import _next_tokens, jit_serve_step, serve_step
@@ -21,10 +20,13 @@ from helpers.serving import BUCKET, SIZES, make_engine, params, prompt, rows_at
 
 def idle_call(engine):
     """The arguments of a step without rows."""
-    patch = mock.patch.object(engine_arrays, "jit_serve_step", side_effect=InterruptedError)
-    with patch as step, contextlib.suppress(InterruptedError):
+    arrays = engine.loop.runner.devices
+    patch = mock.patch.object(arrays, "launcher", side_effect=InterruptedError)
+    with patch as launcher, contextlib.suppress(InterruptedError):
         engine.loop.runner.run_idle(IdleStep("idle", StepPlan.idle(BUCKET)))
-    return step.call_args.args, step.call_args.kwargs
+    program, *arguments = launcher.call_args.args
+    assert program is jit_serve_step
+    return (arrays.params, *arguments), launcher.call_args.kwargs | {"config": engine.config}
 
 
 def test_the_serving_step_donates_all_and_copies_no_leaf():
