@@ -197,8 +197,7 @@ class EngineArrays:
             program = jit_plain_trunk
             arguments = self.cache, serve_input.step_input, self.last
         if only_compiles:
-            static["config"] = plan.config
-            self._begin_compiling(program, (self.params, *arguments), static)
+            self._begin_compiling(program, arguments, static)
             return
         if self._hosts is not None:
             self._hosts.waits()
@@ -325,7 +324,7 @@ class EngineArrays:
         self, program: Any, arguments: tuple[Any, ...], static: Mapping[str, Any]
     ) -> None:
         start = time.perf_counter()
-        lowered = program.lower(*arguments, **static)
+        lowered = self.launcher.lower(program, *arguments, **static)
         tell = self.when_compiled
 
         def compile_it() -> float:

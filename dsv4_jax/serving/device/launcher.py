@@ -44,8 +44,7 @@ class Launcher:
         where = tuple([leaf.sharding for leaf in leaves]) if self._is_on_mesh else ()
         key = program, structure, sizes, where, tuple(static.items())
         if key not in self._programs:
-            every = self._static | static
-            compiled = program.lower(self._params, *arguments, **every).compile()
+            compiled = self.lower(program, *arguments, **static).compile()
             self._programs[key] = compat.program_of(compiled), compiled.out_tree
         found, out_structure = self._programs[key]
         leaves = self._leaves + leaves
@@ -53,3 +52,7 @@ class Launcher:
             leaves = [leaves[place] for place in found.used]
         results = found.execute(leaves).consume_with_handlers(found.handlers)
         return jax.tree.unflatten(out_structure, results)
+
+    def lower(self, program: Any, *arguments: Any, **static: Any) -> jax.stages.Lowered:
+        """The program that a call with these arguments would launch, not yet compiled."""
+        return program.lower(self._params, *arguments, **self._static, **static)
