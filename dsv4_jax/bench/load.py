@@ -1,7 +1,11 @@
-"""Load: requests that come when they come, whether or not a server keeps up, and their times.
+"""Load: requests for a server with OpenAI's API, and their times.
 
-Arrivals are a Poisson process that is drawn before the first request is sent. A request's times
-count from its arrival, so that a server which delays its clients cannot make itself look better.
+In an open loop requests come when they come, whether or not the server keeps up. Arrivals are a
+Poisson process that is drawn before the first request is sent, and a request's times count from
+its arrival, so that a server which delays its clients cannot make itself look better.
+
+In a closed loop a number of clients ask one request after the other, each as soon as its last
+answer has ended. A request's times count from when it is sent.
 """
 
 from __future__ import annotations
@@ -74,6 +78,7 @@ def draw_bodies(
     shared: float,
     vocab_size: int,
     max_tokens: int,
+    temperature: float | None = None,
 ) -> list[dict[str, Any]]:
     """Completions of random tokens, of log-uniform lengths.
 
@@ -84,10 +89,12 @@ def draw_bodies(
       shared: share of prompts whose first half is that of one common document.
       vocab_size: token ids are below it.
       max_tokens: tokens of each answer, which no end token ends.
+      temperature: of each request; None leaves it to the server.
     """
     rng = np.random.default_rng(seed)
     low, high = np.log(prompt_tokens[0]), np.log(prompt_tokens[1] + 1)
     head = rng.integers(0, vocab_size, prompt_tokens[1])
+    chosen = {} if temperature is None else {"temperature": temperature}
     bodies = []
     for number in range(count):
         length = min(int(np.exp(rng.uniform(low, high))), prompt_tokens[1])
@@ -101,6 +108,7 @@ def draw_bodies(
                 "ignore_eos": True,
                 "seed": seed + number,
             }
+            | chosen
         )
     return bodies
 
@@ -166,10 +174,11 @@ def find_model(url: str, headers: dict[str, str], timeout_s: float) -> str:
 async def run_load(
     url: str,
     bodies: Sequence[dict[str, Any]],
-    arrivals_s: Sequence[float],
+    arrivals_s: Sequence[float] | None,
     *,
     headers: dict[str, str],
     timeout_s: float,
+    concurrency: int | None = None,
     on_end: Callable[[Outcome], None] = lambda outcome: None,
 ) -> tuple[list[Outcome], float]:
     """Sends every request at its time, each on a connection of its own.
@@ -177,15 +186,25 @@ async def run_load(
     Args:
       url: of the server, without a path.
       bodies: of the requests; answers stream and count their tokens.
-      arrivals_s: when each comes, in seconds from the start, ascending.
+      arrivals_s: when each comes, in seconds from the start, ascending; None in a closed loop.
       headers: of every request.
       timeout_s: seconds after which a request is given up.
+      concurrency: requests at a time in a closed loop; None in an open loop.
       on_end: is told of each outcome.
 
     Returns:
       Outcomes in the order of the requests, and seconds from the first arrival to the last end.
+
+    Raises:
+      ValueError: both arrivals and a concurrency are given, or neither.
     """
+    if (arrivals_s is None) == (concurrency is None):
+        raise ValueError(
+            "run_load needs either arrivals_s (an open loop) or concurrency (a closed loop), "
+            f"got {'neither' if concurrency is None else 'both'}"
+        )
     httpx = _find_httpx()
+    places = asyncio.Semaphore(len(bodies) if concurrency is None else concurrency)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(limits=limits, timeout=None, trust_env=False) as client:
         began = time.perf_counter()
@@ -208,9 +227,13 @@ async def run_load(
 
         async with asyncio.TaskGroup() as group:
             tasks = []
-            for body, arrival_s in zip(bodies, arrivals_s, strict=True):
-                await asyncio.sleep(max(began + arrival_s - time.perf_counter(), 0))
+            for number, body in enumerate(bodies):
+                await places.acquire()
+                sent_s = time.perf_counter() - began
+                arrival_s = sent_s if arrivals_s is None else arrivals_s[number]
+                await asyncio.sleep(max(arrival_s - sent_s, 0))
                 tasks.append(group.create_task(ask(body, arrival_s)))
+                tasks[-1].add_done_callback(lambda task: places.release())
         return [task.result() for task in tasks], time.perf_counter() - began
 
 
@@ -324,7 +347,7 @@ def report_lines(figures: dict[str, Any]) -> list[str]:
     if late is not None and late["p99"] > _LATE_S:
         lines.append(
             f"this client was late itself: by {late['p99'] * 1e3:.0f} ms at p99; give it a core of "
-            "its own, or ask for a lower --rate"
+            "its own, or ask for a lower --rate or --concurrency"
         )
     return lines
 

@@ -1,4 +1,4 @@
-"""Times a server under load."""
+"""Times a server under load: this project's, or any other with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -23,17 +23,30 @@ _DEFAULT_REQUESTS = 100
 _MAX_DRAWN_TOKENS = 2**28
 """Of random prompts together, which take 36 bytes each."""
 
+_TOLD = ("concurrency", "seed", "prompts", "prompt_tokens", "shared", "max_tokens", "temperature")
+"""Arguments that the file of figures repeats."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments."""
     parser.add_argument(
-        "url", type=server_url, help="where the server answers, such as http://127.0.0.1:8000"
+        "url",
+        type=server_url,
+        help="where the server answers, such as http://127.0.0.1:8000; any server that streams "
+        "OpenAI's completions will do, such as dsv4-jax serve, vLLM or SGLang",
     )
-    parser.add_argument(
+    loop = parser.add_mutually_exclusive_group()
+    loop.add_argument(
         "--rate",
         type=real(1e-3, 1e5),
         default=4.0,
         help="requests a second on average; they come whether or not the server keeps up",
+    )
+    loop.add_argument(
+        "--concurrency",
+        type=whole(1, _MAX_REQUESTS),
+        help="requests at a time; each next one is sent when an answer has ended, and its times "
+        "count from then; if not given, --rate decides",
     )
     parser.add_argument(
         "--requests",
@@ -64,6 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=whole(), default=64, help="most tokens of an answer, or all of a "
         "random prompt's"
     )  # fmt: skip
+    parser.add_argument(
+        "--temperature",
+        type=real(0, 2),
+        help="of random prompts' requests; if not given, the server's own",
+    )
     parser.add_argument("--seed", type=whole(0), default=0, help="seed of arrivals and prompts")
     parser.add_argument(
         "--api-key",
@@ -93,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     model = args.model or load.find_model(args.url, headers, min(args.timeout_s, 30.0))
     bodies = [{"model": model} | body for body in bodies]
-    arrivals = load.draw_arrivals(len(bodies), args.rate, seed=args.seed)
+    is_closed = args.concurrency is not None
+    arrivals = None if is_closed else load.draw_arrivals(len(bodies), args.rate, seed=args.seed)
     with Progress(len(bodies), unit="request", doing="asking") as bar:
         outcomes, seconds = asyncio.run(
             load.run_load(
@@ -102,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
                 arrivals,
                 headers=headers,
                 timeout_s=args.timeout_s,
+                concurrency=args.concurrency,
                 on_end=lambda outcome: bar.add(),
             )
         )
@@ -109,8 +129,8 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(load.report_lines(figures)))
     if args.json:
         told = {"command": "bench serve", "date": time.strftime("%Y-%m-%d"), "url": args.url}
-        told |= {"model": model, "rate": args.rate, "seed": args.seed, "prompts": args.prompts}
-        told |= {name: getattr(args, name) for name in ("prompt_tokens", "shared", "max_tokens")}
+        told |= {"model": model, "rate": None if is_closed else args.rate}
+        told |= {name: getattr(args, name) for name in _TOLD}
         write_json(args.json, told | figures)
     return int(not figures["served"])
 
@@ -150,4 +170,5 @@ def _choose_bodies(args: argparse.Namespace) -> list[dict]:
         shared=args.shared,
         vocab_size=args.vocab_size,
         max_tokens=args.max_tokens,
+        temperature=args.temperature,
     )

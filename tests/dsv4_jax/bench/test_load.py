@@ -31,10 +31,8 @@ def server(engine):
         yield server
 
 
-@contextlib.contextmanager
 def answering(*parts):
     """A server that sends these bytes to everyone, and then closes; its address."""
-    ready, address = threading.Event(), []
 
     async def answer(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
@@ -43,6 +41,14 @@ def answering(*parts):
             await writer.drain()
             await asyncio.sleep(0.01)
         writer.close()
+
+    return listening(answer)
+
+
+@contextlib.contextmanager
+def listening(answer):
+    """A server that answers each connection so; its address."""
+    ready, address = threading.Event(), []
 
     async def serve():
         over = asyncio.Event()
@@ -63,9 +69,13 @@ def answering(*parts):
         thread.join()
 
 
-def ask(url, bodies, arrivals=None, timeout_s=60):
+def ask(url, bodies, arrivals=None, timeout_s=60, concurrency=None):
+    if concurrency is None:
+        arrivals = arrivals or [0.0] * len(bodies)
     return asyncio.run(
-        load.run_load(url, bodies, arrivals or [0.0] * len(bodies), headers={}, timeout_s=timeout_s)
+        load.run_load(
+            url, bodies, arrivals, headers={}, timeout_s=timeout_s, concurrency=concurrency
+        )
     )
 
 
@@ -131,6 +141,80 @@ def test_requests_of_a_file_are_sent_as_they_are(server, tmp_path, capsys):
     found = json.loads(out.read_text())
     assert found["by_status"] == {"200": 6}
     assert 2 * 3 + 4 <= found["drawn_tokens"] <= 2 * (4 + 3 + 4)
+
+
+@contextlib.contextmanager
+def counting(seconds):
+    """A server that answers after so long; its address, and how many it had at a time."""
+    at_a_time, now = [], [0]
+    whole = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+    whole += b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n'
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        now[0] += 1
+        at_a_time.append(now[0])
+        await asyncio.sleep(seconds)
+        now[0] -= 1
+        writer.write(whole)
+        writer.close()
+
+    with listening(answer) as url:
+        yield url, at_a_time
+
+
+def test_a_closed_loop_asks_again_when_an_answer_has_ended():
+    """So many at a time, never more; what a request waits for a place is not in its times."""
+    with counting(0.2) as (url, at_a_time):
+        outcomes, seconds = ask(url, [{"model": "m", "prompt": "a"}] * 7, concurrency=3)
+    assert {one.status for one in outcomes} == {"200"}
+    assert len(at_a_time) == 7
+    assert max(at_a_time) == 3
+    assert seconds >= 3 * 0.2  # 7 requests, 3 at a time
+    for one in outcomes:
+        assert 0.2 <= one.first_s <= one.whole_s < 2 * 0.2
+
+
+def test_an_open_loop_waits_for_nobody():
+    with counting(0.2) as (url, at_a_time):
+        outcomes, seconds = ask(url, [{"model": "m", "prompt": "a"}] * 7)
+    assert max(at_a_time) == 7
+    assert seconds < 2 * 0.2
+    assert {one.status for one in outcomes} == {"200"}
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "concurrency", "told"), [([0.0], 1, "got both"), (None, None, "got neither")]
+)
+def test_a_loop_is_open_or_closed(arrivals, concurrency, told):
+    with pytest.raises(ValueError, match=told):
+        asyncio.run(
+            load.run_load(
+                "http://127.0.0.1:9", [{}], arrivals, headers={}, timeout_s=1,
+                concurrency=concurrency,
+            )
+        )  # fmt: skip
+
+
+def test_the_command_tells_its_loop_and_its_temperature(tmp_path, capsys, monkeypatch):
+    """The file of figures says how requests came; every body has the temperature."""
+    bodies, run_load = [], load.run_load
+
+    def note(url, given, *rest, **options):
+        bodies.extend(given)
+        return run_load(url, given, *rest, **options)
+
+    monkeypatch.setattr(load, "run_load", note)
+    path = tmp_path / "out.json"
+    with counting(0.01) as (url, at_a_time):
+        arguments = ["--concurrency", "2", "--requests", "5", "--temperature", "0", "--model", "m"]
+        assert main(["bench", "serve", url, *arguments, "--json", str(path)]) == 0
+        assert main(["bench", "serve", url, "--rate", "5", "--concurrency", "2"]) == 2
+    assert "not allowed with argument --rate" in capsys.readouterr().err
+    found = json.loads(path.read_text())
+    assert (found["concurrency"], found["rate"], found["temperature"]) == (2, None, 0)
+    assert [body["temperature"] for body in bodies] == [0] * 5
+    assert max(at_a_time) == 2
 
 
 @pytest.mark.slow

