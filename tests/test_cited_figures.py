@@ -8,6 +8,7 @@ import pytest
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PREFILL, STEPS = "benchmarks/prefill", "benchmarks/decode_steps"
 SERVING, MESHES, NCCL = "benchmarks/serving", "benchmarks/several_gpus", "kernels/nccl"
+BESIDE = "benchmarks/side_by_side"
 FIGURE = re.compile(r"\d (?:ms|us|s|%|times|[tT]okens/s|[TG]B/s|GiB)(?!\w)")
 CITES = re.compile(r"\]\((?:\.\./)?benchmarks/(?:decode_steps|prefill|serving|several_gpus)\.md")
 
@@ -150,6 +151,18 @@ CITED = {
                 "`block_linear Flash wo_a` | 256 x 8 x 1024 x 4096 | 43.5 | DeepGEMM",
                 5,
             )
+        ],
+    },
+    "benchmarks/README": {
+        r"it draws # tokens/s for one request of 8,192 \+ 1,024 tokens, # for 8 and # for 32": (
+            lambda: [at(BESIDE, f"{n} of {n} |", 2) for n in (1, 8, 32)]
+        ),
+    },
+    "benchmarks/side_by_side": {
+        r"it takes no less than # ms": lambda: [at(STEPS, "32, 16,384 |", 2)],
+        r"The # ms of the table are # of that": lambda: [
+            at(BESIDE, "32 of 32 |", 3),
+            at(BESIDE, "32 of 32 |", 3) / at(STEPS, "32, 16,384 |", 2),
         ],
     },
     "serving": {
