@@ -126,6 +126,7 @@ def test_a_client_of_tools_without_a_server_says_so(capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_mesh(tmp_path):
     """In a process of its own, which has as many devices as it asks for."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}

@@ -1,23 +1,21 @@
 """A request that moves to another engine goes on with its text, its grammar and its settings.
 
-Of the model and the sizes of `test_grammars.py`, whose program serves here too.
+Of the small model of `test_dspark.py` and `test_grammars.py`, whose program serves here too.
 """
 
 import pytest
 
-import dsv4_jax as ds
 from dsv4_jax.serving import Grammar
 from dsv4_jax.serving.requests.cached_request import CachedRequest
-from helpers.serving import SIZES, byte_tokenizer, one_layer, run_to_end
+from helpers import taught
+from helpers.serving import run_to_end
 
 pytestmark = pytest.mark.unoptimised
 
 
 def test_texts_stops_grammars_and_logprobs_go_on():
     """What held text back, or follows a grammar, is followed anew from the tokens."""
-    model = one_layer(vocab_size=260, eos_token_ids=(257,))
-    sizes = SIZES | {"tokenizer": byte_tokenizer()}
-    source, target = (ds.Engine(*model, **sizes) for _ in range(2))
+    source, target = taught.make_small(), taught.make_small()
     wanted = {
         "logprobs": 2, "stop_texts": ("cdx",), "presence_penalty": 0.5, "logit_bias": {97: 3.0},
         "grammar": Grammar("regex", "(ab|cd){6,9}"), "max_new_tokens": 30, "seed": 4,
