@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from dsv4_jax.serving.device import page_moves
+from dsv4_jax.serving.device import disk_shape, page_moves
 from helpers.engine_life import alone
 from helpers.serving import limit, make_engine, prompt, run_to_end, until
 
@@ -32,7 +32,9 @@ def to_disk_alone(engine):
 
 
 @pytest.fixture
-def engine(tmp_path):
+def engine(tmp_path, monkeypatch):
+    # Each size of a weight would compile a program; `test_disk_cache.py` looks at digests.
+    monkeypatch.setattr(disk_shape, "weights_digest", lambda params: "the same weights")
     engine = make_engine(
         host_cache_bytes=10**6, disk_cache_dir=tmp_path / "cache", disk_cache_bytes=10**7
     )
