@@ -9,13 +9,13 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.serving import AsyncEngine, EngineClosedError, engine_state
 from dsv4_jax.serving.engine_state import read_state
-from helpers.serve import small_engine
+from helpers.serve import warm_engine
 from helpers.serving import run_to_end
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return small_engine()
+    return warm_engine(number=2)
 
 
 def submit(engine, length, **fields):
