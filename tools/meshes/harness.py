@@ -118,6 +118,12 @@ def smallest():
     return divisible(**fields, hc_sinkhorn_iters=1, num_mtp_layers=0)
 
 
+def one_layer():
+    """The same with one layer, of the type with most parts, which takes half the time."""
+    fields = {"layer_types": (ds.AttentionType.CSA,), "router_types": (ds.RouterType.LEARNED,)}
+    return dataclasses.replace(smallest(), **fields)
+
+
 class Runner:
     """One model and one cache, on a mesh or on one device; rows are requests, all in slots."""
 

@@ -13,14 +13,14 @@ from dsv4_jax import collectives
 from dsv4_jax.mesh import BY_DEVICE
 from dsv4_jax.model import moe, trunk
 from dsv4_jax.step.draws import draw
-from tools.meshes.harness import ROWS, Runner, divisible, jit_prefill, mesh_of, smallest
+from tools.meshes.harness import ROWS, Runner, divisible, jit_prefill, mesh_of, one_layer, smallest
 
 PROMPT_TOKENS = (5, 37, 18, 1, 40, 29, 33, 12)
 """Tokens of each request; some close windows of both compressors."""
 
 
 def add_arguments(parser):
-    """Without any: prefill in chunks, then decoding, of two layers."""
+    """Without any: prefill in chunks, then decoding, of one layer."""
     parser.add_argument("--all", action="store_true", help="every kind of step, scanned layers")
     parser.add_argument("--dealt", action="store_true", help="rows dealt over model, however few")
     parser.add_argument("--rows", action="store_true", help="rows gathered in E4M3 against BF16's")
@@ -135,7 +135,7 @@ def check(meshes, *, everything=False, dealt=False):
 
     Those are pairs of the rows of a data shard and those that a device had between sublayers.
     """
-    config = divisible() if everything else smallest()
+    config = divisible() if everything else smallest() if dealt else one_layer()
     params = ds.init_params(config, jax.random.key(0))
     run = run_all if everything else run_chunks
     moe.GATHERED_ROWS = 48  # a prompt's rows come in chunks, the last of them padded
