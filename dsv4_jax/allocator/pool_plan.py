@@ -10,6 +10,7 @@ import dataclasses
 import functools
 
 import jax
+import numpy as np
 
 from dsv4_jax import checks
 from dsv4_jax.cache.empty_cache import init_cache
@@ -205,17 +206,24 @@ def device_memory_bytes(fraction: float) -> int:
     return int(stats["bytes_limit"] * fraction) - int(stats.get("bytes_in_use", 0))
 
 
-@functools.cache
 def _unit_bytes(
     config: DSV4Config, max_context_tokens: int, cache_format: FormatName
 ) -> tuple[int, int, int]:
-    """Bytes of one slot, one block and one snapshot, from the shapes that would be allocated."""
+    """Bytes of one slot, one block and one snapshot; of these a context sizes a slot's table."""
+    per_slot, per_block, per_snapshot = _bytes_with_one_block(config, cache_format)
+    others = blocks_of(config, max_context_tokens) - 1
+    return per_slot + others * np.dtype(np.int32).itemsize, per_block, per_snapshot
+
+
+@functools.cache
+def _bytes_with_one_block(config: DSV4Config, cache_format: FormatName) -> tuple[int, int, int]:
+    """The same for contexts of a block, from the shapes that would be allocated."""
 
     def build() -> ModelCache:
         return init_cache(
             config,
             max_requests=1,
-            max_context_tokens=max_context_tokens,
+            max_context_tokens=config.block_tokens,
             cache_format=cache_format,
             num_blocks=1,
         )
