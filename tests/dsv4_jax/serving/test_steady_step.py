@@ -13,7 +13,7 @@ import pytest
 import dsv4_jax as ds
 from helpers.serving import single_steps
 
-pytestmark = pytest.mark.unoptimised
+pytestmark = [pytest.mark.unoptimised, pytest.mark.slow]
 
 PACKAGE = str(pathlib.Path(ds.__file__).parent)
 CALLS, FRAMES = 100, 8

@@ -10,12 +10,12 @@ import pytest
 import dsv4_jax as ds
 from helpers.schedules import run_cuts
 
-pytestmark = pytest.mark.unoptimised
+pytestmark = [pytest.mark.unoptimised, pytest.mark.slow]
 
 SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
 
 
-def schedule(name, *layer_types, slow=False, **changes):
+def schedule(name, *layer_types, **changes):
     config = dataclasses.replace(
         ds.DSV4Config.tiny(),
         num_mtp_layers=0,
@@ -23,7 +23,7 @@ def schedule(name, *layer_types, slow=False, **changes):
         router_types=(ds.RouterType.HASH, *(ds.RouterType.LEARNED,) * (len(layer_types) - 1)),
         **changes,
     )
-    return pytest.param(config, id=name, marks=[pytest.mark.slow] * slow)
+    return pytest.param(config, id=name)
 
 
 TINY = ds.DSV4Config.tiny().layer_types
@@ -33,18 +33,18 @@ TINY = ds.DSV4Config.tiny().layer_types
     "config",
     [
         schedule("window-beyond-a-block", SWA, sliding_window=130),
-        schedule("csa-odd-rate", CSA, csa_compression_ratio=3, sliding_window=5, slow=True),
-        schedule("hca-odd-rate", HCA, hca_compression_ratio=20, sliding_window=5, slow=True),
-        schedule("swa-only", SWA, SWA, slow=True),
-        schedule("csa-only", CSA, CSA, slow=True),
-        schedule("hca-only", HCA, HCA, slow=True),
-        schedule("pro-order", HCA, HCA, CSA, HCA, CSA, slow=True),
+        schedule("csa-odd-rate", CSA, csa_compression_ratio=3, sliding_window=5),
+        schedule("hca-odd-rate", HCA, hca_compression_ratio=20, sliding_window=5),
+        schedule("swa-only", SWA, SWA),
+        schedule("csa-only", CSA, CSA),
+        schedule("hca-only", HCA, HCA),
+        schedule("pro-order", HCA, HCA, CSA, HCA, CSA),
         schedule(
             "odd-rates", *TINY, csa_compression_ratio=3, hca_compression_ratio=20,
-            sliding_window=5, slow=True,
+            sliding_window=5,
         ),
-        schedule("long-window", *TINY, sliding_window=130, hca_compression_ratio=128, slow=True),
-        schedule("all-selected", *TINY, hca_compression_ratio=64, indexer_top_k=64, slow=True),
+        schedule("long-window", *TINY, sliding_window=130, hca_compression_ratio=128),
+        schedule("all-selected", *TINY, hca_compression_ratio=64, indexer_top_k=64),
     ],
 )  # fmt: skip
 def test_every_schedule_agrees_with_the_whole_history(config):

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.unoptimised
 BACKENDS = ("reference", "triton_gpu")
 INF, NAN = np.inf, np.nan
 jit_limit = jax.jit(limit_tokens, static_argnames="backend")
+jit_masses = jax.jit(reference.masses_of)
 
 AOT_CASES = [
     (
@@ -67,7 +68,7 @@ def settings(num_rows, num_tokens):
 def oracle(scaled, top_k, top_p):
     """bool[V], the tokens that are left, one after the other in whole numbers of any size."""
     num_tokens = len(scaled)
-    masses = [int(m) for m in np.asarray(reference.masses_of(jnp.asarray(scaled)[None])[0])]
+    masses = np.asarray(jit_masses(scaled[None])[0]).tolist()
     unit = 1 << reference.low_bits_of(num_tokens)
     high, low = divmod(sum(masses), unit)
     share = float((np.float32(high) * np.float32(unit) + np.float32(low)) * np.float32(top_p))
