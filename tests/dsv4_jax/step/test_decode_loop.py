@@ -17,9 +17,9 @@ def model():
     return serving.one_layer(ds.AttentionType.SWA, num_mtp_layers=0)
 
 
-def sampling_of(**settings):
-    """Of three rows; one program serves settings of any kind."""
-    return ds.make_sampling(3, **settings).completed()
+SIMPLE = {"temperature": 0.8, "min_p": 0.01}
+FULL = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
+GREEDY = FULL | {"temperature": 0.0}
 
 
 def start(config):
@@ -46,10 +46,11 @@ def step_by_step(config, params, sampling, num_steps):
     return cache, np.stack(drawn, axis=1)
 
 
-@pytest.mark.parametrize("temperature", slow.all_but([0.8], [0.0, 0.8]))
-def test_loop_draws_what_single_steps_draw(model, temperature):
+@pytest.mark.parametrize("settings", slow.all_but([SIMPLE], [SIMPLE, FULL, GREEDY]))
+def test_loop_draws_what_single_steps_draw(model, settings):
+    """By default by the program of simple draws, which compiles in less time."""
     config, params = model
-    sampling = sampling_of(temperature=temperature, top_k=20, top_p=0.9, seed=[5, 6, 7])
+    sampling = ds.make_sampling(3, seed=[5, 6, 7], **settings)
     cache, call = start(config)
     cache, drawn = ds.jit_decode_loop(params, cache, call, sampling, num_steps=12, config=config)
     expected_cache, expected = step_by_step(config, params, sampling, 12)
@@ -60,12 +61,12 @@ def test_loop_draws_what_single_steps_draw(model, temperature):
 
 def test_a_stopped_row_goes_idle_and_the_others_go_on(model):
     config, params = model
-    free = sampling_of()
+    free = ds.make_sampling(3)
     cache, call = start(config)
     _, drawn = ds.jit_decode_loop(params, cache, call, free, num_steps=12, config=config)
     stop = int(drawn[0, 4])
     first = int(np.argmax(np.asarray(drawn[0]) == stop))
-    stopping = sampling_of(stop_token_ids=[stop])
+    stopping = ds.make_sampling(3, stop_token_ids=[stop])
     cache, call = start(config)
     cache, halted = ds.jit_decode_loop(params, cache, call, stopping, num_steps=12, config=config)
     np.testing.assert_array_equal(halted[0, : first + 1], drawn[0, : first + 1])
