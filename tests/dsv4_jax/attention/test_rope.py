@@ -1,6 +1,6 @@
 import dataclasses
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -11,6 +11,7 @@ from helpers import slow
 from pallas_kernels.common.norm_rope import rotate
 
 FLASH = ds.DSV4Config.flash()
+jit_rotate = jax.jit(rotate, static_argnames="inverse")
 # deepseek_v4.md appendix A: the released code's tables, as bits of f32.
 MAIN = """
     3f800000 3f3ff911 3f0ff59a 3ed7e89b 3ea1e89b 3e72d423 3e361887 3e088d77
@@ -63,8 +64,8 @@ def test_cos_and_sin_are_those_of_the_f32_angle(attn):
     """At position 10**6 the f32 angle is up to 0.03 off the exact one, and is what counts."""
     table = rope_frequencies(FLASH, attn)
     positions = np.array(POSITIONS, np.int32)
-    ones = jnp.tile(jnp.array([1.0, 0.0]), (len(positions), 32))  # each pair (1, 0)
-    pairs = np.asarray(rotate(ones, jnp.asarray(positions), jnp.asarray(table))).reshape(-1, 32, 2)
+    ones = np.tile(np.float32([1, 0]), (len(positions), 32))  # each pair (1, 0)
+    pairs = np.asarray(jit_rotate(ones, positions, table)).reshape(-1, 32, 2)
     angle = (positions.astype(np.float32)[:, None] * table).astype(np.float64)
     # Half an ulp of a number below 1, and as much again for the function itself.
     ulp = 2.0**-24
@@ -77,27 +78,27 @@ def test_cos_and_sin_are_those_of_the_f32_angle(attn):
 @pytest.mark.parametrize("dim", slow.all_but([128], [64, 128, 512]))
 def test_pairs_are_neighbours_among_the_last_dims(dim):
     table = rope_frequencies(FLASH, AttentionType.SWA)
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((5, dim), dtype=np.float32))
-    positions = jnp.array([0, 1, 7, 1000, 99_999], jnp.int32)
-    actual, nope = np.asarray(rotate(x, positions, jnp.asarray(table))), dim - 64
+    x = np.random.default_rng(0).standard_normal((5, dim), dtype=np.float32)
+    positions = np.array([0, 1, 7, 1000, 99_999], np.int32)
+    actual, nope = np.asarray(jit_rotate(x, positions, table)), dim - 64
     np.testing.assert_array_equal(actual[:, :nope], x[:, :nope])
     np.testing.assert_array_equal(actual[0], x[0])
-    complex_in = np.asarray(x[:, nope::2]) + 1j * np.asarray(x[:, nope + 1 :: 2])
-    angle = np.asarray(positions).astype(np.float32)[:, None] * table
+    complex_in = x[:, nope::2] + 1j * x[:, nope + 1 :: 2]
+    angle = positions.astype(np.float32)[:, None] * table
     expected = complex_in * np.exp(1j * angle.astype(np.float64))
     np.testing.assert_allclose(actual[:, nope::2], expected.real, rtol=0, atol=1e-6)
     np.testing.assert_allclose(actual[:, nope + 1 :: 2], expected.imag, rtol=0, atol=1e-6)
-    halves = np.asarray(x[:, nope : nope + 32]) + 1j * np.asarray(x[:, nope + 32 :])
+    halves = x[:, nope : nope + 32] + 1j * x[:, nope + 32 :]
     halves = halves * np.exp(1j * angle.astype(np.float64))
     assert np.max(np.abs(actual[:, nope : nope + 32] - halves.real)) > 0.1
 
 
 @pytest.mark.parametrize("attn", [AttentionType.SWA, AttentionType.HCA])
 def test_inverse_undoes_the_rotation(attn):
-    table = jnp.asarray(rope_frequencies(FLASH, attn))
+    table = rope_frequencies(FLASH, attn)
     x = np.random.default_rng(1).standard_normal((len(POSITIONS), 3, 512), dtype=np.float32)
-    positions = jnp.array(POSITIONS, jnp.int32)[:, None]
-    turned = rotate(jnp.asarray(x), positions, table)
-    back = rotate(turned, positions, table, inverse=True)
+    positions = np.array(POSITIONS, np.int32)[:, None]
+    turned = jit_rotate(x, positions, table)
+    back = jit_rotate(turned, positions, table, inverse=True)
     np.testing.assert_allclose(back, x, rtol=0, atol=2e-6)  # two products and a sum, twice
-    assert np.max(np.abs(np.asarray(rotate(turned, positions, table)) - x)) > 0.1
+    assert np.max(np.abs(np.asarray(jit_rotate(turned, positions, table)) - x)) > 0.1
