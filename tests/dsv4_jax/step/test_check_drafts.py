@@ -1,5 +1,6 @@
 """Which drafts of a step are checked: as far as each row's confidences go."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,35 +12,37 @@ from dsv4_jax.step.sampling import make_sampling
 from dsv4_jax.step.serve_values import ServeInput, ServeOutput
 
 DRAFTS = 3
+jit_cut = jax.jit(cut_drafts, static_argnums=4)
+jit_index = jax.jit(index_call, static_argnames=("block_tokens", "max_row_tokens"))
 LEVEL = np.log(0.8 / 0.2)  # of a draft that is kept with 0.8: 0.8, 0.64, 0.512 of the three
 
 
 def cut(least, *, confidence=LEVEL, guessed=(11, 12, 13), counts=(4, 4, 2)):
     """What is left of rows whose last tokens are drafts, one with a prompt's tokens before it."""
     rows = np.repeat(np.arange(3), counts)
-    token_ids = jnp.asarray([10, 11, 12, 13, 10, 11, 12, 13, 10, 11], jnp.int32)
+    token_ids = np.array([10, 11, 12, 13, 10, 11, 12, 13, 10, 11], np.int32)
     step = ds.StepInput(
         token_ids=token_ids,
-        request_ids=jnp.asarray(rows, jnp.int32),
-        request_slots=jnp.arange(3, dtype=jnp.int32),
+        request_ids=rows.astype(np.int32),
+        request_slots=np.arange(3, dtype=np.int32),
     )
-    call = index_call(
-        jnp.asarray([5, 9, 0], jnp.int32),
-        jnp.zeros((3, 1), jnp.int32),
+    call = jit_index(
+        np.array([5, 9, 0], np.int32),
+        np.zeros((3, 1), np.int32),
         step,
         block_tokens=128,
         max_row_tokens=10,
     )
-    nothing = jnp.full(3, -1, jnp.int32)
+    nothing = np.full(3, -1, np.int32)
     given = ServeInput(
         step_input=step,
-        num_checked=jnp.asarray([4, 3, 1], jnp.int32),
+        num_checked=np.array([4, 3, 1], np.int32),
         next_token_ids=nothing,
         sampling=make_sampling(3),
         snapshots=SnapshotPlan(rows=nothing, ends=nothing, places=nothing),
-        least_survival=None if least is None else jnp.asarray(least, jnp.float32),
+        least_survival=None if least is None else np.float32(least),
     )
-    drafts = jnp.asarray([guessed, (12, 13, 0), (0, 0, 0)], jnp.int32)
+    drafts = np.array([guessed, (12, 13, 0), (0, 0, 0)], np.int32)
     last = ServeOutput.of(
         jnp.zeros((3, DRAFTS + 1), jnp.int32),
         jnp.ones(3, jnp.int32),
@@ -47,7 +50,7 @@ def cut(least, *, confidence=LEVEL, guessed=(11, 12, 13), counts=(4, 4, 2)):
         None,
         confidence=None if confidence is None else jnp.full((3, DRAFTS), confidence),
     )
-    left, checked = cut_drafts(call, token_ids, given, last, DRAFTS)
+    left, checked = jit_cut(call, token_ids, given, last, DRAFTS)
     return left.segment_ids.tolist(), left.row_counts.tolist(), checked.tolist()
 
 

@@ -34,12 +34,12 @@ def on_devices(op, x, **options):
             return op(one, axis_name=AXIS, **options)[0]
         return op(one, AXIS, **options)
 
-    return jax.vmap(call, axis_name=AXIS)(x)
+    return np.asarray(jax.jit(jax.vmap(call, axis_name=AXIS))(x))
 
 
 def values(*shape):
     rng = np.random.default_rng(0)
-    return jnp.asarray(rng.normal(size=shape) * 2.0 ** rng.integers(-9, 9, shape), jnp.bfloat16)
+    return (rng.normal(size=shape) * 2.0 ** rng.integers(-9, 9, shape)).astype(jnp.bfloat16)
 
 
 def in_order(parts):
@@ -72,7 +72,8 @@ def test_arrays_of_several_dtypes_are_gathered_in_one():
     rows, codes = values(3, 5, 8), rng.integers(0, 256, (3, 5, 4)).astype(np.uint8)
     ids = rng.integers(-1, 1 << 30, (3, 5, 2)).astype(np.int32)
     for arrays in ((rows,), (rows, ids), (codes, rows, ids)):
-        gathered = jax.vmap(lambda *each: all_gather(*each, axis_name=AXIS), axis_name=AXIS)
+        each_device = jax.vmap(lambda *each: all_gather(*each, axis_name=AXIS), axis_name=AXIS)
+        gathered = jax.jit(each_device)
         for found, given in zip(gathered(*arrays), arrays, strict=True):
             np.testing.assert_array_equal(found, np.stack([given] * 3))
 
@@ -94,7 +95,7 @@ def test_a_kernel_that_gathers_is_given_whole_lines(monkeypatch):
         return all_gather(*each, axis_name=AXIS, buffer=buffer, backend="triton_gpu")
 
     with gpu_interpreter():
-        gathered = jax.vmap(gather, axis_name=AXIS)(*arrays)
+        gathered = jax.jit(jax.vmap(gather, axis_name=AXIS))(*arrays)
     for found, given in zip(gathered, arrays, strict=True):
         np.testing.assert_array_equal(found, np.stack([given] * 2))
     assert lines == [8, 2, 1]
@@ -102,7 +103,8 @@ def test_a_kernel_that_gathers_is_given_whole_lines(monkeypatch):
 
 def test_plus_is_added_and_rounded_first():
     x, plus = values(3, 5, 16), values(3, 5, 16) * 3
-    found = jax.vmap(lambda a, b: all_reduce(a, AXIS, plus=b), axis_name=AXIS)(x, plus)
+    add = jax.vmap(lambda a, b: all_reduce(a, AXIS, plus=b), axis_name=AXIS)
+    found = jax.jit(add)(x, plus)
     np.testing.assert_array_equal(found, np.stack([in_order(x + plus)] * 3))
     with pytest.raises(ValueError, match=r"plus must be bfloat16\[5, 16\]"):
         jax.vmap(lambda a: all_reduce(a, AXIS, plus=a[1:]), axis_name=AXIS)(x)
@@ -115,7 +117,7 @@ def test_parts_are_added_and_rounded_first():
     def add(parts, plus):
         return all_reduce(SplitSums(parts, plus.dtype), AXIS, plus=plus)
 
-    found = jax.vmap(add, axis_name=AXIS)(parts, plus)
+    found = jax.jit(jax.vmap(add, axis_name=AXIS))(parts, plus)
     rounded = jnp.sum(parts, axis=1).astype(jnp.bfloat16)
     np.testing.assert_array_equal(found, np.stack([in_order(np.asarray(rounded) + plus)] * 3))
 
