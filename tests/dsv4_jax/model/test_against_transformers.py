@@ -24,6 +24,7 @@ from pallas_kernels.common.norm_rope import rotate
 pytestmark = pytest.mark.unoptimised
 
 each_preset = pytest.mark.parametrize("preset", slow.all_but(["kernel"], list(oracle.PRESETS)))
+jit_rotate = jax.jit(rotate)
 ENTRIES = ("comp/normed", "comp/entries", "idx/normed", "idx/keys")
 
 
@@ -126,17 +127,17 @@ def test_entries_rotate_at_the_start_of_their_block(preset):
                 before = computed(preset)[f"L{layer}/{normed}"][:, chosen]
 
             def off(positions, table, before=before, after=after):
-                ours = oracle.sample(rotate(before, positions, table), slice(None))
+                ours = oracle.sample(np.asarray(jit_rotate(before, positions, table)), slice(None))
                 return float(np.max(np.abs(ours - after)))
 
-            assert off(jnp.asarray(chosen * compression_ratio), table) <= tolerance.INTERMEDIATE
+            assert off(np.int32(chosen * compression_ratio), table) <= tolerance.INTERMEDIATE
             for other in (
                 chosen * compression_ratio + compression_ratio - 1,
                 (chosen - 1) * compression_ratio,
             ):
-                assert off(jnp.asarray(other), table) > 0.1
+                assert off(np.int32(other), table) > 0.1
             if len(chosen) > 1:  # entry 0 is at position 0, where all tables agree
-                assert off(jnp.asarray(chosen * compression_ratio), main) > 0.1
+                assert off(np.int32(chosen * compression_ratio), main) > 0.1
 
 
 def mix_streams_untransposed(monkeypatch, config, params):

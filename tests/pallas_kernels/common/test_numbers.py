@@ -29,8 +29,9 @@ def around_midpoints(values, sign):
 
 @both_modes
 def test_every_e4m3_code_decodes_to_its_definition(mode):
-    decoded = mode(numbers.decode_e4m3)(jnp.arange(256, dtype=jnp.uint8))
-    assert decoded.dtype == jnp.float32
+    decoded = mode(numbers.decode_e4m3)(jnp.asarray(np.arange(256, dtype=np.uint8)))
+    decoded = np.asarray(decoded)
+    assert decoded.dtype == np.float32
     np.testing.assert_array_equal(decoded, E4M3)
     np.testing.assert_array_equal(np.signbit(decoded[128]), True)
 
@@ -139,11 +140,11 @@ def test_nibbles_come_back_and_an_odd_one_is_filled_with_zero(mode, length):
 @both_modes
 def test_every_sign_of_a_word_goes_to_its_bit_and_comes_back(mode):
     for code in range(8):
-        alone = jnp.asarray([8 << (4 * code)], jnp.uint32)
+        alone = np.array([8 << (4 * code)], np.uint32)
         expected = 8 * code + 7 if code < 4 else 8 * (code - 4) + 3
-        moved = mode(numbers.interleave_signs)(alone)
+        moved = np.asarray(mode(numbers.interleave_signs)(jnp.asarray(alone)))
         assert (moved.dtype, int(moved[0])) == (jnp.uint32, 1 << expected)
-        assert int(mode(numbers.restore_signs)(moved)[0]) == int(alone[0])
+        assert np.asarray(mode(numbers.restore_signs)(moved))[0] == alone[0]
 
 
 @both_modes
@@ -161,10 +162,11 @@ def test_magnitudes_stay_where_they_are_and_signs_lie_where_two_masks_give_them(
 @pytest.mark.parametrize(("length", "size"), [(448, 64), (24, 64), (48, 64), (100, 64), (16, 16)])
 def test_groups_come_back_and_a_short_one_is_filled_with_zeros(length, size):
     x = np.arange(1, 2 * length + 1, dtype=np.float32).reshape(2, length)
-    groups = numbers.split_groups(jnp.asarray(x), size)
+    groups = np.asarray(jax.jit(numbers.split_groups, static_argnums=1)(x, size))
     assert groups.shape == (2, -(-length // size), size)
     np.testing.assert_array_equal(groups.reshape(2, -1)[:, length:], 0)
-    np.testing.assert_array_equal(numbers.join_groups(groups, length), x)
+    joined = jax.jit(numbers.join_groups, static_argnums=1)(groups, length)
+    np.testing.assert_array_equal(joined, x)
 
 
 def sylvester(n):
@@ -179,7 +181,7 @@ def sylvester(n):
 def test_hadamard_is_sylvesters_matrix_over_root_n_in_natural_order(n):
     rotate = jax.jit(numbers.hadamard_rotate)
     # Columns of the identity give the matrix itself, each element rounded once.
-    rotated = rotate(jnp.eye(n))
+    rotated = rotate(np.eye(n, dtype=np.float32))
     np.testing.assert_array_equal(rotated, sylvester(n).astype(np.float32) * np.float32(n**-0.5))
     # Whole numbers below 2**17 are summed exactly, so that again one product rounds.
     x = np.random.default_rng(n).integers(-1000, 1000, (2, 5, n)).astype(np.float32)
@@ -187,7 +189,7 @@ def test_hadamard_is_sylvesters_matrix_over_root_n_in_natural_order(n):
     np.testing.assert_array_equal(rotate(jnp.asarray(x)), expected)
 
 
-@pytest.mark.parametrize("n", [1, 16, 64, 128])
+@pytest.mark.parametrize("n", slow.all_but([16, 128], [1, 16, 64, 128]))
 def test_hadamard_twice_is_the_identity(n):
     x = np.random.default_rng(n).integers(-1000, 1000, (7, n)).astype(np.float32)
     twice = jax.jit(lambda x: numbers.hadamard_rotate(numbers.hadamard_rotate(x)))(jnp.asarray(x))
