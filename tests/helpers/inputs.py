@@ -46,8 +46,8 @@ def _encode_and_decode(codec, x, rope_dim):
 def encode(codec, vectors, rope_dim):
     """Each request's vectors [n, dim] as planes [n, ...], and as a cache would give them back."""
     flat = np.concatenate(vectors).astype(np.float32)
-    # Rows to a power of four, so that many calls share a program.
-    padding = 4 ** -(-(len(flat) + 1).bit_length() // 2) - len(flat)
+    # Rows to a power of four, and not to a small one, so that many calls share a program.
+    padding = max(4 ** -(-(len(flat) + 1).bit_length() // 2), 1024) - len(flat)
     padded = np.pad(flat, ((0, padding), (0, 0)))
     stored = _encode_and_decode(codec, padded, rope_dim)
     planes, decoded = jax.tree.map(lambda plane: np.asarray(plane)[: len(flat)], stored)
