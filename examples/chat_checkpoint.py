@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> pathlib.Path:
     params = grow(params, size, read_as=ord("\n"), drawn_as=begin)
     ds.save_checkpoint(dataclasses.replace(config, vocab_size=size), params, args.directory)
     (args.directory / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
-    print(f"dsv4-jax serve {args.directory} --no-think")
+    print(f".venv/bin/dsv4-jax serve {args.directory} --no-think")
     return args.directory
 
 

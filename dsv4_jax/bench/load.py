@@ -35,6 +35,9 @@ SERVED = "200"
 _MAX_LINE = 2**24
 """Bytes of a line of prompts."""
 
+_SHOWN_CHARS = 300
+"""Of what a server says of a request that it refused."""
+
 _LATE_S = 0.02
 """A client that sends later than this, at the 99th percentile, is the bottleneck itself."""
 
@@ -53,6 +56,7 @@ class Outcome:
       drawn_tokens: tokens of the answer, by the server's account.
       prompt_tokens: those of the prompt.
       hit_tokens: those of the prompt that were in the server's cache.
+      problem: what the server said of a request that it refused; empty if there is nothing.
     """
 
     status: str = ""
@@ -63,6 +67,7 @@ class Outcome:
     drawn_tokens: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
+    problem: str = ""
 
     @property
     def per_token_s(self) -> float | None:
@@ -246,6 +251,7 @@ async def _ask_one(
     try:
         if answer.status_code != 200:
             outcome.status = str(answer.status_code)
+            outcome.problem = _read_problem(await answer.aread())
             return
         outcome.status, last_s, rest = "cut off", 0.0, b""
         async for part in answer.aiter_raw():
@@ -267,6 +273,17 @@ async def _ask_one(
                 return
     finally:
         await answer.aclose()
+
+
+def _read_problem(body: bytes) -> str:
+    """The message of a refusal in OpenAI's form, or what there is in its place; one line."""
+    try:
+        told = json.loads(body)
+        error = told.get("error", told)
+        text = str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, LookupError, AttributeError):
+        text = body[:_SHOWN_CHARS].decode(errors="replace")
+    return " ".join(text.split())[:_SHOWN_CHARS]
 
 
 def _read_event(data: bytes, outcome: Outcome) -> bool:
@@ -299,6 +316,7 @@ def summarise(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
         "requests": len(outcomes),
         "served": len(served),
         "by_status": dict(sorted(Counter(outcome.status for outcome in outcomes).items())),
+        "problems": {one.status: one.problem for one in reversed(outcomes) if one.problem},
         "requests_per_s": len(served) / seconds,
         "drawn_tokens": drawn,
         "drawn_tokens_per_s": drawn / seconds,
@@ -322,14 +340,15 @@ def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
     return {"mean": float(numbers.mean())} | named | {"most": float(numbers.max())}
 
 
-def report_lines(figures: dict[str, Any]) -> list[str]:
-    """What a person reads."""
+def report_lines(figures: dict[str, Any], loop: str) -> list[str]:
+    """What a person reads; `loop` says how requests came."""
     statuses = ", ".join(f"{status}: {count}" for status, count in figures["by_status"].items())
     hits = f"{figures['hit_rate']:.0%} of them from the cache"
     lines = [
-        f"requests  {figures['requests']} in {figures['seconds']:.1f} s, "
+        f"requests  {figures['requests']} in {figures['seconds']:.1f} s; {loop}; "
         f"{figures['requests_per_s']:.2f} per s served",
         f"status    {statuses}",
+        *(f"  {status}: {problem}" for status, problem in figures["problems"].items()),
         f"tokens    {figures['drawn_tokens']:,} drawn, {figures['drawn_tokens_per_s']:,.0f} per s; "
         f"{figures['prompt_tokens']:,} of prompts, {hits}",
         f"{'ms':<16}" + "".join(f"{name:>11}" for name in ("mean", "p50", "p90", "p99", "most")),

@@ -6,7 +6,7 @@ import bisect
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.sharding import AbstractMesh
@@ -89,6 +89,8 @@ class Placement:
         """The most requests that fit each data shard, of all that an engine may have."""
         blocks = blocks_of(self.config, self.options.max_context_tokens) + self.model
         most = min(MAX_REQUESTS // self.data, MAX_I32 // blocks)
+        if self.options.prefill_tokens is not None:  # a step holds a token of every request
+            most = min(most, max(self.options.prefill_tokens))
         return largest(self.holds, most)
 
     def longest_context(self) -> int:
@@ -115,6 +117,7 @@ def place(
     cache_format: FormatName | None = None,
     weights: str = STORED,
     draft_tokens: int = 0,
+    prefill_tokens: Sequence[int] | None = None,
     split_cache: bool = False,
     given_weight_bytes: int | None = None,
 ) -> Placement:
@@ -129,6 +132,7 @@ def place(
       cache_format: name of the storage format; None is the model's own.
       weights: as of `param_shapes`.
       draft_tokens: drafts that an engine checks in a step.
+      prefill_tokens: sizes of its steps with prompts; None is the engine's own.
       split_cache: blocks are dealt over `model`; else the cache is replicated over it.
       given_weight_bytes: what the weights of a device take; None counts them.
 
@@ -153,6 +157,7 @@ def place(
             max_context_tokens=context,
             cache_format=cache_format,
             draft_tokens=draft_tokens,
+            prefill_tokens=prefill_tokens,
             split_cache=split_cache,
         ),
         gpu_bytes=gpu_bytes,

@@ -61,21 +61,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt-tokens",
         type=wholes(1, MAX_TOKENS),
-        default=[16, 256],
+        default=[64, 768],
         help="shortest and longest random prompt; lengths between them are log-uniform",
     )
     parser.add_argument(
         "--shared",
         type=real(0, 1),
         default=0.5,
-        help="share of random prompts whose first half is that of one document",
+        help="share of random prompts whose first half is that of one document; a server that "
+        "keeps prefixes in blocks hits whole ones alone, which here have 128 tokens",
     )
     parser.add_argument(
         "--vocab-size", type=whole(1), default=256, help="random token ids are below it"
     )
     parser.add_argument(
-        "--max-tokens", type=whole(), default=64, help="most tokens of an answer, or all of a "
-        "random prompt's"
+        "--max-tokens", type=whole(), default=64, help="most tokens of an answer; one "
+        "to a random prompt has exactly so many"
     )  # fmt: skip
     parser.add_argument(
         "--temperature",
@@ -100,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Sends the load, and prints figures; 1 if no request was served."""
+    """Sends the load, and prints figures; 1 if no request was served, 0 if any was."""
     if len(args.prompt_tokens) != 2 or args.prompt_tokens[0] > args.prompt_tokens[1]:
         given = ",".join(map(str, args.prompt_tokens))
         raise ValueError(f"--prompt-tokens must be LEAST,MOST, two ascending numbers, got {given}")
@@ -126,7 +127,8 @@ def run(args: argparse.Namespace) -> int:
             )
         )
     figures = load.summarise(outcomes, seconds)
-    print("\n".join(load.report_lines(figures)))
+    loop = f"{args.concurrency} at a time" if is_closed else f"{args.rate:g} per s came"
+    print("\n".join(load.report_lines(figures, loop)))
     if args.json:
         told = {"command": "bench serve", "date": time.strftime("%Y-%m-%d"), "url": args.url}
         told |= {"model": model, "rate": None if is_closed else args.rate}

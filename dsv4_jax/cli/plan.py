@@ -44,7 +44,7 @@ from dsv4_jax.cli.values import gib, real, whole
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.kinds import MAX_I32
 from dsv4_jax.model.weight_forms import STORED, WEIGHT_FORMS
-from dsv4_jax.runtime import shown_bytes
+from dsv4_jax.runtime import look_for_no_gpu, shown_bytes
 from dsv4_jax.serving.options import MAX_REQUESTS, EngineOptions
 
 _MIB = 2**20
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requests", type=whole(1, MAX_REQUESTS), help="requests at once; if not given, 1"
     )
-    add_fields(parser, EngineOptions, ["cache_format"])
+    add_fields(parser, EngineOptions, ["cache_format", "prefill_tokens"])
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument(
         "--gpu",
@@ -112,6 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan, whether it fits first; status 1 if it does not."""
+    look_for_no_gpu()
     config, files = count_files(
         args.config, follow_links=args.follow_links, drafts=args.drafts != "off"
     )
@@ -144,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
         cache_format=args.cache_format,
         weights=args.weights,
         draft_tokens=auto_drafts(config)[0],
+        prefill_tokens=args.prefill_tokens,
         split_cache=args.split_cache,
     )
     is_spread = gpus.count > 1 or args.data is not None or args.model is not None

@@ -32,6 +32,8 @@ def serve_line(args: argparse.Namespace, placed: Placement) -> str:
         words += ["--drafts", args.drafts]
     words += ["--max-requests", str(-(-requests // placed.data) * placed.data)]
     words += ["--max-context-tokens", str(args.context)]
+    if args.prefill_tokens is not None:
+        words += ["--prefill-tokens", ",".join(map(str, args.prefill_tokens))]
     if args.cache_format is not None:
         words += ["--cache-format", args.cache_format]
     if args.weights != STORED:

@@ -405,7 +405,7 @@ function showMemory({ counters, sizes, used_bytes: used, held_snapshots: held, t
     .join(" ");
   const groups = {
     rings: ["ring", (name) => name.endsWith("window")],
-    "open windows": ["hca", (name) => name.endsWith("state")],
+    "open groups": ["hca", (name) => name.endsWith("state")],
     "CSA entries": ["csa", (name) => name === "csa entries"],
     "index keys": ["index", (name) => name.endsWith("index keys")],
     "HCA entries": ["hca", (name) => name === "hca entries"],

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import threading
 
 import numpy as np
@@ -246,7 +247,10 @@ def test_errors_are_counted_by_status(other_engine, capsys):
         assert figures["by_status"]["400"] == figures["by_status"]["404"] == 1
         assert figures["drawn_tokens"] == 80 * figures["served"]
         assert main(["bench", "serve", server.url, "--requests", "2", "--model", "other"]) == 1
-        assert "status    404: 2\n" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "status    404: 2\n" in shown
+        assert re.search(r"^  404: .*other", shown, re.MULTILINE)  # the server's own words
+        assert "; 4 per s came; 0.00 per s served\n" in shown
 
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
@@ -272,7 +276,28 @@ def test_answers_that_are_none(parts, status, has_first):
     assert (outcome.first_s is not None) == has_first
     figures = load.summarise([outcome], 1.0)
     assert figures["served"] == int(status == "200")
-    assert load.report_lines(figures)
+    assert load.report_lines(figures, "all at once")
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"error": {"message": "too\\nlong", "code": 400}}', "too long"),
+        (b'{"message": "as vLLM says it"}', "as vLLM says it"),
+        (b'{"error": "a text"}', "a text"),
+        (b"<html>gone</html>", "<html>gone</html>"),
+        (b"[1]", "[1]"),
+        (b"\xff" + b"x" * 1000, "\ufffd" + "x" * 299),
+    ],
+)
+def test_a_refusal_is_told_in_the_server_s_words(body, told):
+    """One line, of at most 300 characters, once for each status."""
+    head = f"HTTP/1.1 400 No\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    with answering(head + body) as url:
+        outcomes, seconds = ask(url, [{"prompt": "a"}] * 2)
+    assert [one.problem for one in outcomes] == [told] * 2
+    lines = load.report_lines(load.summarise(outcomes, seconds), "2 at a time")
+    assert lines.count(f"  400: {told}") == 1
 
 
 def test_a_server_that_never_answers_is_given_up():

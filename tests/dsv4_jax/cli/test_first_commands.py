@@ -181,6 +181,16 @@ def test_without_a_gpu_nothing_is_said_about_one(code):
     assert (done.stdout, done.stderr) == ("cpu\n", "")
 
 
+@pytest.mark.slow
+def test_a_plan_says_nothing_of_cudnn():
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "dsv4_jax", "plan", "tiny", "--context", "1K"],
+        capture_output=True, text=True, env=environment, cwd=ROOT,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # Help.
 
 

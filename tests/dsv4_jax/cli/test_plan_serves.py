@@ -54,7 +54,7 @@ def engine_of(args, config):
 
 CASES = [
     ("flash", "--gpu h200x2 --context 128K"),
-    ("flash", "--gpu h200x2 --context 128K --drafts off"),
+    ("flash", "--gpu h200x2 --context 128K --drafts off --prefill-tokens 64,256,8192"),
     ("flash", "--gpu h200x4 --model-shards 4 --context 16K"),
     ("flash-0731", "--gpu h200x2 --context 128K"),
     ("v41-flash", "--gpu h200x4 --context 128K"),
@@ -62,7 +62,7 @@ CASES = [
     ("pro", "--gpu h200x8 --model-shards 8 --split-cache --context 1M"),
     ("flash_slim", "--context 64K --weights bfloat16"),
 ]
-FEW = [CASES[i] for i in (0, 3, 7)]
+FEW = [CASES[i] for i in (1, 3, 7)]
 
 
 @pytest.mark.parametrize(("preset", "words"), slow.all_but(FEW, CASES))
@@ -119,9 +119,10 @@ def test_a_plan_counts_the_arrays_of_an_engine(capsys, drafts):
         ),
         (
             "tiny --requests 3 --context 2K --drafts off --cache-format bf16 --host-cache 64GiB "
+            "--disk-cache-size 1000 --prefill-tokens 64,512",
+            f"{UNNAMED} --drafts off --max-requests 3 --max-context-tokens 2048 "
+            "--prefill-tokens 64,512 --cache-format bf16 --host-cache 64GiB --disk-cache DIR "
             "--disk-cache-size 1000",
-            f"{UNNAMED} --drafts off --max-requests 3 --max-context-tokens 2048 --cache-format "
-            "bf16 --host-cache 64GiB --disk-cache DIR --disk-cache-size 1000",
         ),
         (
             "v41-flash --gpu h200x4 --model-shards 4 --requests 8 --context 8K",
@@ -161,6 +162,8 @@ def test_what_does_not_fit_is_not_served(capsys):
 
 def test_an_engine_may_have_as_many_requests_as_a_plan(capsys):
     """A small model would fit more often than an engine can have requests."""
+    _, args = planned(capsys, "tiny", "--context", "128", "--prefill-tokens", "64,512")
+    assert args.max_requests == 512  # the largest step holds a token of every request
     text, args = planned(capsys, "tiny", "--context", "128")
     assert args.max_requests == 2**16
     assert "at most 65,536 would fit" in text
