@@ -85,6 +85,7 @@ def described(handle):
 
 attended = jax.jit(lambda handle, queries, sink, selected: handle.attend(queries, sink, selected))
 all_visible = jax.jit(lambda handle: handle.all_visible())
+ring_of_call = jax.jit(lambda handle: handle.read_swa_view())
 
 
 def test_a_handle_describes_its_call():
@@ -242,17 +243,17 @@ def test_the_ring_shows_tokens_once_they_are_committed():
     before = np.full((3, WINDOW), -1)
     before[0, :3] = [0, 1, 2]
     before[1] = [16, 17, 18, 19, *range(4, 16)]
-    view = written(handle).read_swa_view()
+    view = ring_of_call(written(handle))
     np.testing.assert_array_equal(view.positions, before)
     np.testing.assert_array_equal(view.head, [3, 4, 0])
-    view = written(handle).commit().read_swa_view()
+    view = ring_of_call(written(handle).commit())
     np.testing.assert_array_equal(np.asarray(view.positions)[0], [*range(12), *[-1] * 4])
     np.testing.assert_array_equal(view.head, [12, 10, 0])
 
 
 def test_the_ring_shows_no_token_that_has_not_been_written():
     """A fresh handle's ring is as the last call left it."""
-    view = acquire(SWA).read_swa_view()
+    view = ring_of_call(acquire(SWA))
     assert not np.any(view.planes["values"])
     np.testing.assert_array_equal(view.positions, -1)
     np.testing.assert_array_equal(view.head, 0)
@@ -271,7 +272,8 @@ def test_no_two_tokens_of_a_call_race_for_one_ring_row(layer_idx, monkeypatch):
         return ring
 
     monkeypatch.setattr(reference, "append_ring", append_ring)
-    handle = written(acquire(layer_idx, make(lengths=(5, 0, 0, 0)), call_of([0, 3], [22, 2])))
+    call = call_of([0, 3, -1], [22, 2, 0])
+    handle = written(acquire(layer_idx, make(lengths=(5, 0, 0, 0)), call))
     with jax.disable_jit():
         handle.commit()
     rings = {SWA: [WINDOW], CSA: [WINDOW, 8, 8]}[layer_idx]
@@ -325,15 +327,17 @@ def test_views_show_the_stored_arrays_and_none_where_the_format_has_none(
 )
 def test_the_indexers_view_shows_plain_pairs_of_codes(cache_format):
     """As published, whatever their order in memory."""
-    fill = jax.jit(lambda cache: flushed(written(acquire(CSA, cache))).commit())
-    handle = fill(make(cache_format))
-    codec, keys = handle.schema.format.index_key, handle.read_indexer_view()
-    page = codec.to_pages(keys.planes)
-    _, entries, size = keys.keys_fp4.shape
+
+    @jax.jit
+    def shown(cache):
+        handle = flushed(written(acquire(CSA, cache))).commit()
+        keys = handle.read_indexer_view()
+        return keys.keys_fp4, handle.schema.format.index_key.to_pages(keys.planes)
+
+    pairs, page = map(np.asarray, shown(make(cache_format)))
+    _, entries, size = pairs.shape
     assert np.any(page[:, : entries * size])
-    np.testing.assert_array_equal(
-        keys.keys_fp4.reshape(-1, entries * size), page[:, : entries * size]
-    )
+    np.testing.assert_array_equal(pairs.reshape(-1, entries * size), page[:, : entries * size])
 
 
 FIRST = zeros((T, 1), jnp.int32)
@@ -405,5 +409,6 @@ def test_write_swa_names_what_is_missing_or_not_wanted(layer_idx, arguments, mes
     ],
 )
 def test_flush_compression_names_what_does_not_fit(layer_idx, arguments, message):
+    flush = jax.jit(lambda handle, arguments: handle.flush_compression(*arguments))
     with pytest.raises(ValueError, match=message):
-        acquire(layer_idx).flush_compression(*arguments)
+        flush(acquire(layer_idx), arguments)
