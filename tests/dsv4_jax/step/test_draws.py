@@ -17,8 +17,13 @@ from pallas_kernels import limit_tokens, select_top_k
 pytestmark = pytest.mark.unoptimised
 
 V, NUM_ROWS, WIDTH = 50, 16, 4
-jit_draw = jax.jit(draw)
+program_of_draw = jax.jit(draw)
 jit_sample = jax.jit(ds.sample)
+
+
+def jit_draw(*arguments, **masks):
+    """What `draw` gives, on the host."""
+    return jax.tree.map(np.asarray, program_of_draw(*arguments, **masks))
 
 
 def sampling_of(rows):
@@ -34,7 +39,7 @@ def counts_of(histories, size=64):
     ]
     entries += [(-1, 3, 5)] * (size - len(entries))
     np.random.default_rng(0).shuffle(entries)
-    rows, tokens, counts = jnp.asarray(entries, jnp.int32).T
+    rows, tokens, counts = np.asarray(entries, np.int32).T
     return DrawnCounts(rows=rows, token_ids=tokens, counts=counts)
 
 
@@ -144,10 +149,10 @@ def test_a_masked_row_draws_what_it_may_and_others_what_they_did(case):
 
     drawn = masked(logits, masks_for(allowed, is_masked))
     np.testing.assert_array_equal(drawn[~is_masked], free[~is_masked])
-    assert np.take_along_axis(allowed, np.asarray(drawn)[..., None], axis=-1)[is_masked].all()
+    assert np.take_along_axis(allowed, drawn[..., None], axis=-1)[is_masked].all()
     cut = np.where(allowed | ~is_masked[:, None, None], logits, -np.inf)
     np.testing.assert_array_equal(drawn, masked(cut, masks_for(allowed, is_masked & False)))
-    assert (np.asarray(drawn) != free)[is_masked].mean() > 0.5
+    assert (drawn != free)[is_masked].mean() > 0.5
 
 
 def test_simple_rows_draw_the_same_of_what_they_may_by_both_programs(case):
@@ -184,7 +189,7 @@ def test_logprobs_are_those_of_the_logits_as_they_came(case):
     drawn, logprobs = run(*case)
     logits = case[1].astype(np.float64)
     expected = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
-    own = np.take_along_axis(expected, np.asarray(drawn)[..., None], axis=-1)[..., 0]
+    own = np.take_along_axis(expected, drawn[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(logprobs.drawn, own, rtol=2e-6, atol=2e-6)
     best = np.argsort(-case[1], axis=-1, kind="stable")[..., :20]
     np.testing.assert_array_equal(logprobs.token_ids, best)
@@ -194,8 +199,8 @@ def test_logprobs_are_those_of_the_logits_as_they_came(case):
 
 def test_equal_logits_and_small_vocabularies():
     ask = sampling_of([SamplingParams(logprobs=5)])
-    none = jnp.zeros((1, 0), jnp.int32)
-    drawn, logprobs = jit_draw(jnp.zeros((1, 1, 8)), ask, jnp.zeros((1, 1), jnp.int32), None, none)
+    none, logits = np.zeros((1, 0), np.int32), np.zeros((1, 1, 8), np.float32)
+    drawn, logprobs = jit_draw(logits, ask, np.zeros((1, 1), np.int32), None, none)
     assert drawn.tolist() == [[0]]
     np.testing.assert_array_equal(logprobs.token_ids[0, 0], np.arange(8))
     np.testing.assert_allclose(logprobs.top, -np.log(8), rtol=1e-6)
@@ -212,7 +217,7 @@ def test_min_p_leaves_what_is_likely_enough_after_the_temperature(min_p):
     logits = np.array([2.0, 2.0, 1.5, 0.0, -1.0, -60.0], np.float32)
     weights = np.exp((logits - 2.0) / 0.8)
     sampling = ds.make_sampling(3000, temperature=0.8, min_p=min_p)
-    rows = jnp.broadcast_to(jnp.asarray(logits)[None], (3000, 6))
+    rows = np.broadcast_to(logits, (3000, 6))
     tokens = set(np.asarray(jit_sample(rows, sampling, np.arange(3000, dtype=np.int32))).tolist())
     assert tokens == {n for n in range(6) if weights[n] >= min_p and weights[n] > 1e-3}
 
@@ -232,7 +237,7 @@ def test_simple_draws_are_those_of_the_general_step(case):
     general, _ = jit_draw(jnp.asarray(logits), settings, *arguments)
     simple, logprobs = jit_draw(jnp.asarray(logits), settings.simplified(), *arguments)
     np.testing.assert_array_equal(simple, general)
-    assert np.any(np.asarray(simple) != np.argmax(logits, axis=-1))
+    assert np.any(simple != np.argmax(logits, axis=-1))
     assert not np.any(logprobs.top)
 
 
@@ -317,7 +322,7 @@ def test_on_a_gpu_the_program_is_not_seen(num_rows):
 
     def drawn(rows, settings=None):
         settings = sampling_of(rows) if settings is None else settings
-        return np.asarray(jit_draw(logits, settings, positions, None, none)[0])
+        return jit_draw(logits, settings, positions, None, none)[0]
 
     together = drawn(rows)
     for other in (SamplingParams(temperature=1.0), SamplingParams(top_p=0.5, logprobs=3)):

@@ -65,10 +65,16 @@ def settings(num_rows, num_tokens):
     return chosen[..., 0].astype(np.int32), chosen[..., 1].astype(np.float32)
 
 
+@functools.cache
+def masses_of(row):
+    """Those of a row, which is given as bytes: many settings share them."""
+    return np.asarray(jit_masses(np.frombuffer(row, np.float32)[None]))[0].tolist()
+
+
 def oracle(scaled, top_k, top_p):
     """bool[V], the tokens that are left, one after the other in whole numbers of any size."""
     num_tokens = len(scaled)
-    masses = np.asarray(jit_masses(scaled[None])[0]).tolist()
+    masses = masses_of(scaled.tobytes())
     unit = 1 << reference.low_bits_of(num_tokens)
     high, low = divmod(sum(masses), unit)
     share = float((np.float32(high) * np.float32(unit) + np.float32(low)) * np.float32(top_p))
