@@ -25,7 +25,7 @@ SWA, CSA, HCA = ds.AttentionType.SWA, ds.AttentionType.CSA, ds.AttentionType.HCA
 
 
 def trunk(**changes):
-    config = dataclasses.replace(ds.DSV4Config.tiny(), num_mtp_layers=0)
+    config = dataclasses.replace(ds.DSV4Config.tiny(), num_mtp_layers=0, hc_sinkhorn_iters=1)
     if "layer_types" in changes:
         hashed = (ds.RouterType.HASH,)
         rest = (ds.RouterType.LEARNED,) * (len(changes["layer_types"]) - 1)
