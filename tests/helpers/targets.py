@@ -29,6 +29,7 @@ CONFIG = dataclasses.replace(
     layer_types=(ds.AttentionType.CSA,),
     router_types=(ds.RouterType.LEARNED,),
     num_mtp_layers=0,
+    hc_sinkhorn_iters=1,
 )  # blocks of 128 tokens, 32 entries each
 SIZES = {"max_requests": 3, "max_context_tokens": 256}
 NUM_SLOTS, WIDTH, NUM_BLOCKS, NUM_SNAPSHOTS = 3, 2, 6, 4

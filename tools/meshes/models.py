@@ -79,8 +79,8 @@ def _tiny_v4(_):
 
 
 def _three_layers():
-    types = tuple(getattr(ds.AttentionType, name) for name in ("SWA", "CSA", "HCA"))
-    return {"layer_types": types, "router_types": serving.ROUTERS}
+    config = serving.EVERY_TYPE
+    return {"layer_types": config.layer_types, "router_types": config.router_types}
 
 
 def v41_config():

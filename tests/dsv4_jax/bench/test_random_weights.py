@@ -20,13 +20,13 @@ pytestmark = pytest.mark.unoptimised
 
 @functools.cache
 def released():
-    return random_params(serving.CONFIG, weights="stored")
+    return random_params(serving.EVERY_TYPE, weights="stored")
 
 
 @pytest.mark.slow
 def test_shapes_are_those_of_released_weights():
     expected = ds.unstack_layers(
-        ds.model.param_shapes(serving.CONFIG, jnp.bfloat16, weights="stored")
+        ds.model.param_shapes(serving.EVERY_TYPE, jnp.bfloat16, weights="stored")
     )
     assert jax.tree.structure(released()) == jax.tree.structure(expected)
     for (path, leaf), (_, shape) in zip(
@@ -48,7 +48,7 @@ def test_stages_have_routers_of_their_own_experts():
 
 @pytest.mark.slow
 def test_dense_leaves_are_drawn_alike_beside_quantised_ones():
-    dense = dict(walk_weights(random_params(serving.CONFIG)))
+    dense = dict(walk_weights(random_params(serving.EVERY_TYPE)))
     found = {path: w for path, w in walk_weights(released()) if not is_quantized(w)}
     assert "layers.csa_learned.0.attn.compressor.wkv" in found
     for path, leaf in found.items():

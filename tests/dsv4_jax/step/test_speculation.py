@@ -12,12 +12,12 @@ import dsv4_jax as ds
 from dsv4_jax.allocator.checksums import scan_rows
 from dsv4_jax.step.check_drafts import verify_drafts
 from helpers import slow
-from helpers.serving import CONFIG, prompt
+from helpers.serving import CONFIG, EVERY_TYPE, prompt
 
 pytestmark = pytest.mark.unoptimised
 
 TRUNK = dataclasses.replace(
-    CONFIG, num_mtp_layers=0, sliding_window=8, hca_compression_ratio=128
+    EVERY_TYPE, num_mtp_layers=0, sliding_window=8, hca_compression_ratio=128
 )  # windows that close at every fourth position and at every 128th, as in the released models
 DRAFTS = range(9)
 NUM_TOKENS = sum(k + 1 for k in DRAFTS)  # nine rows of 1 to 9 tokens
