@@ -8,10 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+import dsv4_jax as ds
 from helpers.engine_life import Life, alone, plain_engine, rows_alone
 from helpers.schedules import assert_same_bytes
 from helpers.serving import (
     BUCKET,
+    EVERY_TYPE,
+    SIZES,
     byte_tokenizer,
     limit,
     make_engine,
@@ -50,6 +53,20 @@ def test_whatever_happens_a_request_gets_what_it_gets_alone(scarce, seed):
     assert metrics.hit_tokens > 500
     assert metrics.drafted_tokens > 100
     assert metrics.snapshots > 2
+
+
+@pytest.mark.slow
+def test_a_life_of_a_model_whose_trunk_has_a_layer_of_the_window_alone():
+    params = ds.init_params(EVERY_TYPE, jax.random.key(0))
+    engine, plain = (
+        ds.Engine(EVERY_TYPE, params, **SIZES, **changes)
+        for changes in ({"debug": True}, {"overlap": False})
+    )
+    life = Life(engine, 0, limit(plain, num_snapshots=0))
+    for _ in range(120):
+        life.event()
+    life.finish()
+    assert engine.metrics.drafted_tokens > 100
 
 
 @pytest.mark.slow
