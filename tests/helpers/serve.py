@@ -18,7 +18,7 @@ from dsv4_jax.serving.requests.prompts import Limits
 from helpers import slow
 from helpers.released_tokenizer import END as RELEASED_END
 from helpers.released_tokenizer import VOCAB, released_tokenizer
-from helpers.serving import EVERY_TYPE
+from helpers.serving import CONFIG
 
 MODEL = "small"
 BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
@@ -101,7 +101,7 @@ def _is_released(tokenizer):
 @functools.cache
 def _model(vocab_size, end, num_mtp_layers):
     config = dataclasses.replace(
-        EVERY_TYPE,
+        CONFIG,
         layer_types=(ds.AttentionType.CSA,),
         router_types=(ds.RouterType.LEARNED,),
         vocab_size=vocab_size,

@@ -43,7 +43,7 @@ def params():
 
 def one_layer_config(attn=HCA, **changes):
     """A config of one layer, for what lies around the layers; HCA compiles faster than CSA."""
-    return dataclasses.replace(EVERY_TYPE, layer_types=(attn,), router_types=(LEARNED,), **changes)
+    return dataclasses.replace(CONFIG, layer_types=(attn,), router_types=(LEARNED,), **changes)
 
 
 def one_layer(attn=HCA, **changes):
