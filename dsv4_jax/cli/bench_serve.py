@@ -23,7 +23,7 @@ _DEFAULT_REQUESTS = 100
 _MAX_DRAWN_TOKENS = 2**28
 """Of random prompts together, which take 36 bytes each."""
 
-_TOLD = ("concurrency", "seed", "prompts", "prompt_tokens", "shared", "max_tokens", "temperature")
+_TOLD = ("concurrency", "seed", "prompts", "shared", "max_tokens", "temperature")
 """Arguments that the file of figures repeats."""
 
 
@@ -133,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
         told = {"command": "bench serve", "date": time.strftime("%Y-%m-%d"), "url": args.url}
         told |= {"model": model, "rate": None if is_closed else args.rate}
         told |= {name: getattr(args, name) for name in _TOLD}
+        told["prompt_token_bounds"] = args.prompt_tokens  # prompt_tokens are those of all prompts
         write_json(args.json, told | figures)
     return int(not figures["served"])
 

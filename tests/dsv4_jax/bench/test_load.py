@@ -214,6 +214,7 @@ def test_the_command_tells_its_loop_and_its_temperature(tmp_path, capsys, monkey
     assert "not allowed with argument --rate" in capsys.readouterr().err
     found = json.loads(path.read_text())
     assert (found["concurrency"], found["rate"], found["temperature"]) == (2, None, 0)
+    assert (found["prompt_token_bounds"], found["prompt_tokens"]) == ([64, 768], 0)
     assert [body["temperature"] for body in bodies] == [0] * 5
     assert max(at_a_time) == 2
 
