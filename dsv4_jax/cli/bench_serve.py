@@ -114,7 +114,9 @@ def run(args: argparse.Namespace) -> int:
     bodies = [{"model": model} | body for body in bodies]
     is_closed = args.concurrency is not None
     arrivals = None if is_closed else load.draw_arrivals(len(bodies), args.rate, seed=args.seed)
-    with Progress(len(bodies), unit="request", doing="asking") as bar:
+    with Progress(  # requests run beside each other, so ends say little of the time that is left
+        len(bodies), unit="request", doing="asking", tells_left=False
+    ) as bar:
         outcomes, seconds = asyncio.run(
             load.run_load(
                 args.url,
