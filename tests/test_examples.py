@@ -148,7 +148,7 @@ def test_a_mesh(tmp_path):
 def test_a_chat_without_a_gpu(tmp_path, capsys):
     """The copy of the shipped model calls a tool by its schema, and takes the result."""
     folder = load("chat_checkpoint").main([str(tmp_path / "chat_model")])
-    assert capsys.readouterr().out == f"dsv4-jax serve {folder} --no-think\n"
+    assert capsys.readouterr().out == f".venv/bin/dsv4-jax serve {folder} --no-think\n"
     config, params = ds.load_checkpoint(folder, progress=False)
     before, shipped = ds.load_checkpoint(ds.SHIPPED_CHECKPOINT, drafts=False, progress=False)
     assert config == dataclasses.replace(before, vocab_size=config.vocab_size)
