@@ -11,6 +11,7 @@ answer has ended. A request's times count from when it is sent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -35,8 +36,11 @@ SERVED = "200"
 _MAX_LINE = 2**24
 """Bytes of a line of prompts."""
 
+_MAX_REFUSAL = 2**16
+"""Bytes that are read of what a server says of a request that it refused."""
+
 _SHOWN_CHARS = 300
-"""Of what a server says of a request that it refused."""
+"""Characters of it that are shown."""
 
 _LATE_S = 0.02
 """A client that sends later than this, at the 99th percentile, is the bottleneck itself."""
@@ -251,7 +255,7 @@ async def _ask_one(
     try:
         if answer.status_code != 200:
             outcome.status = str(answer.status_code)
-            outcome.problem = _read_problem(await answer.aread())
+            outcome.problem = _read_problem(await _read_refusal(answer))
             return
         outcome.status, last_s, rest = "cut off", 0.0, b""
         async for part in answer.aiter_raw():
@@ -275,15 +279,26 @@ async def _ask_one(
         await answer.aclose()
 
 
+async def _read_refusal(answer: httpx.Response) -> bytes:
+    """The beginning of its body, as far as it comes: the status stands whatever follows."""
+    body = b""
+    with contextlib.suppress(_find_httpx().HTTPError, OSError):
+        async for part in answer.aiter_raw():
+            body += part
+            if len(body) > _MAX_REFUSAL:
+                break
+    return body[:_MAX_REFUSAL]
+
+
 def _read_problem(body: bytes) -> str:
-    """The message of a refusal in OpenAI's form, or what there is in its place; one line."""
+    """The message of a refusal in OpenAI's form, or what there is; one line that can be printed."""
     try:
         told = json.loads(body)
         error = told.get("error", told)
         text = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, AttributeError):
         text = body[:_SHOWN_CHARS].decode(errors="replace")
-    return " ".join(text.split())[:_SHOWN_CHARS]
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:_SHOWN_CHARS]
 
 
 def _read_event(data: bytes, outcome: Outcome) -> bool:

@@ -289,6 +289,8 @@ def test_answers_that_are_none(parts, status, has_first):
         (b"<html>gone</html>", "<html>gone</html>"),
         (b"[1]", "[1]"),
         (b"\xff" + b"x" * 1000, "\ufffd" + "x" * 299),
+        (b'{"error": {"message": "a\\u001b[2Jb"}}', "a [2Jb"),
+        (b"y" * 2**20, "y" * 300),
     ],
 )
 def test_a_refusal_is_told_in_the_server_s_words(body, told):
@@ -299,6 +301,12 @@ def test_a_refusal_is_told_in_the_server_s_words(body, told):
     assert [one.problem for one in outcomes] == [told] * 2
     lines = load.report_lines(load.summarise(outcomes, seconds), "2 at a time")
     assert lines.count(f"  400: {told}") == 1
+
+
+def test_a_refusal_that_is_cut_off_stays_a_refusal():
+    with answering(b"HTTP/1.1 429 No\r\ncontent-length: 100\r\n\r\ntoo many") as url:
+        (outcome,), _ = ask(url, [{"prompt": "a"}])
+    assert (outcome.status, outcome.problem) == ("429", "too many")
 
 
 def test_a_server_that_never_answers_is_given_up():
