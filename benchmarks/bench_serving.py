@@ -47,6 +47,34 @@ def load(
     return config, ds.init_params(config, jax.random.key(0), dtype=jnp.bfloat16)
 
 
+def add_model(parser):
+    """Adds the options that say which model an engine has, in which form and on which devices."""
+    parser.add_argument("--draft-tokens", type=int, default=0)
+    parser.add_argument("--steps-per-call", type=int, default=1)
+    parser.add_argument("--cache-format", default="fp8_ue8m0")
+    parser.add_argument("--layers", type=int, help="use only the first so many layers of a preset")
+    parser.add_argument("--experts", type=int, help="routed experts of a preset")
+    parser.add_argument(
+        "--routing", choices=list(LAWS), default="uniform",
+        help="how tokens pick the experts of a preset on a GPU",
+    )  # fmt: skip
+    add_weights(parser, RELEASE_FORMS, "bfloat16", "of a preset")
+    add_mesh(parser, split_cache=True)
+
+
+def load_model(args):
+    """Sets JAX up, and gives config, parameters and mesh of the options of `add_model`."""
+    ds.runtime.claim_memory()
+    ds.set_xla_flags()
+    ds.use_compilation_cache()
+    mesh = chosen_mesh(args)
+    config, params = load(
+        args.config, args.layers, args.experts,
+        weights=args.weights, mesh=mesh, routing=args.routing,
+    )  # fmt: skip
+    return config, params, mesh
+
+
 def make_prompt(rng, head, longest, vocab_size):
     """A prompt of log-uniform length; half of them start with the common head."""
     length = int(np.exp(rng.uniform(np.log(16), np.log(longest))))
@@ -85,32 +113,15 @@ def main():
         default=[None],
         help="of an engine each; 'default' is its own",
     )
-    parser.add_argument("--draft-tokens", type=int, default=0)
-    parser.add_argument("--steps-per-call", type=int, default=1)
-    parser.add_argument("--cache-format", default="fp8_ue8m0")
-    parser.add_argument("--layers", type=int, help="use only the first so many layers of a preset")
-    parser.add_argument("--experts", type=int, help="routed experts of a preset")
     parser.add_argument(
         "--steps", type=int, default=0, help="submit new requests until so many steps"
     )
     parser.add_argument(
-        "--routing", choices=list(LAWS), default="uniform",
-        help="how tokens pick the experts of a preset on a GPU",
-    )  # fmt: skip
-    add_weights(parser, RELEASE_FORMS, "bfloat16", "of a preset")
-    parser.add_argument(
         "--budget-s", type=float, default=float("inf"), help="seconds of serving; then it reports"
     )
-    add_mesh(parser, split_cache=True)
+    add_model(parser)
     args = parser.parse_args()
-    ds.runtime.claim_memory()
-    ds.set_xla_flags()
-    ds.use_compilation_cache()
-    mesh = chosen_mesh(args)
-    config, params = load(
-        args.config, args.layers, args.experts,
-        weights=args.weights, mesh=mesh, routing=args.routing,
-    )  # fmt: skip
+    config, params, mesh = load_model(args)
     for max_step_ms in args.max_step_ms:
         serve(config, params, mesh, args, max_step_ms)
 

@@ -13,11 +13,8 @@ import time
 from tokenizers import Tokenizer
 
 import dsv4_jax as ds
-from benchmarks.bench_serving import PRESETS, load
+from benchmarks.bench_serving import PRESETS, add_model, load_model
 from dsv4_jax.bench.memory import bytes_in_use
-from dsv4_jax.bench.routing_laws import LAWS
-from dsv4_jax.cli.arguments import add_mesh, add_weights, chosen_mesh
-from dsv4_jax.model.weight_forms import RELEASE_FORMS
 from dsv4_jax.serve import Server, ServeSettings
 from dsv4_jax.serve.server import bind
 from dsv4_jax.serving import AsyncEngine
@@ -41,26 +38,11 @@ def main():
     parser.add_argument("--max-context-tokens", type=int, default=9344)
     parser.add_argument("--prefill-tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--max-step-ms", type=float, help="if not given, the engine's default")
-    parser.add_argument("--draft-tokens", type=int, default=0)
-    parser.add_argument("--steps-per-call", type=int, default=1)
-    parser.add_argument("--cache-format", default="fp8_ue8m0")
-    parser.add_argument("--layers", type=int, help="use only the first so many layers")
-    parser.add_argument("--experts", type=int, help="routed experts")
-    parser.add_argument(
-        "--routing", choices=list(LAWS), default="uniform", help="how tokens pick their experts"
-    )
-    add_weights(parser, RELEASE_FORMS, "bfloat16", "of the model")
-    add_mesh(parser, split_cache=True)
+    add_model(parser)
     args = parser.parse_args()
     begun = time.perf_counter()
-    ds.runtime.claim_memory()
-    ds.set_xla_flags()
-    ds.use_compilation_cache()
-    mesh = chosen_mesh(args)
-    config, params = load(
-        args.config, args.layers, args.experts,
-        weights=args.weights, mesh=mesh, routing=args.routing,
-    )  # fmt: skip
+    bound = bind(args.host, args.port)  # before minutes of loading
+    config, params, mesh = load_model(args)
     tell(begun, "weights are made")
     engine = ds.Engine(
         config,
@@ -79,7 +61,7 @@ def main():
     engine.warmup()
     tell(begun, f"the engine is compiled; {bytes_in_use():,} bytes are taken")
     settings = ServeSettings(model_name=args.config, listens_at=args.host)
-    server = Server(AsyncEngine(engine), settings, bind(args.host, args.port))
+    server = Server(AsyncEngine(engine), settings, bound)
     tell(begun, f"{args.config} answers at {server.url}")
     server.run()
     engine.close()
