@@ -37,6 +37,9 @@ def main():
     parser.add_argument("--max-requests", type=int, default=64, help="requests at a time")
     parser.add_argument("--max-context-tokens", type=int, default=9344)
     parser.add_argument("--prefill-tokens", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument(
+        "--decode-batch-sizes", type=int, nargs="+", help="if not given, the engine's default"
+    )
     parser.add_argument("--max-step-ms", type=float, help="if not given, the engine's default")
     add_model(parser)
     args = parser.parse_args()
@@ -53,6 +56,7 @@ def main():
         max_requests=args.max_requests,
         max_context_tokens=args.max_context_tokens,
         prefill_tokens=args.prefill_tokens,
+        decode_batch_sizes=args.decode_batch_sizes,
         max_step_ms=args.max_step_ms,
         draft_tokens=args.draft_tokens,
         steps_per_call=args.steps_per_call,

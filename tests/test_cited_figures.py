@@ -154,20 +154,33 @@ CITED = {
         ],
     },
     "benchmarks/README": {
-        r"it draws # tokens/s for one request of 8,192 \+ 1,024 tokens, # for 8 and # for 32": (
-            lambda: [at(BESIDE, f"{n} |", 2) for n in (1, 8, 32)]
+        r"tokens vLLM draws # tokens/s for one, # for 8 and # for 32 at a time": (
+            lambda: [at(BESIDE, f"{n}, 8,192", 1) for n in (1, 8, 32)]
         ),
+        r"and dsv4-jax drew #, # and #\.": (
+            lambda: [at(BESIDE, f"{n}, 8,192", 1, 1) for n in (1, 8, 32)]
+        ),
+        r"one and eight requests take \[# and # of the time": lambda: [
+            at(SERVING, f"{n} | {n}, {n} |", 3) / at(SERVING, f"{n} | {n}, {n} |", 2)
+            for n in (1, 8)
+        ],
     },
     "benchmarks/side_by_side": {
         r"# ms with 16,384 tokens of context": lambda: [at(STEPS, "32, 16,384 |", 2)],
+        r"step of one takes # ms in place of #, and one of eight # in place of #": (
+            lambda: [at(SERVING, f"{n} | {n}, {n} |", cell) for n in (1, 8) for cell in (3, 2)]
+        ),
         r"table's # ms are # floors": lambda: [
-            at(BESIDE, "32 |", 3),
-            at(BESIDE, "32 |", 3) / at(STEPS, "32, 16,384 |", 2),
+            at(BESIDE, "32, 8,192", 3),
+            at(BESIDE, "32, 8,192", 3) / at(STEPS, "32, 16,384 |", 2),
         ],
     },
     "serving": {
         r"reads \[# tokens/s\]\(\S*\) in calls of 8,192 and # in calls of 32,768": (
             lambda: [at(PREFILL, f"32,768 | {n} | uniform", 4) for n in ("8,192", "32,768")]
+        ),
+        r"draws a token in \[# ms\]\(\S*\) where a step for all takes #\.": (
+            lambda: [at(SERVING, "1 | 1, 1 |", cell) for cell in (3, 2)]
         ),
         r"Calls of these sizes take # and # GiB": lambda: [
             at(PREFILL, f"32,768 | {n} | uniform", 7) for n in ("8,192", "32,768")

@@ -12,7 +12,7 @@ from dsv4_jax.allocator.pool_plan import PoolPlan, plan_pools
 from dsv4_jax.bench.workspace import workspace_bytes
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.serving.options import EngineOptions
-from dsv4_jax.serving.sizing import step_sizes
+from dsv4_jax.serving.step_sizes import find_sizes
 from dsv4_jax.step.settings_size import settings_bytes
 
 
@@ -67,8 +67,7 @@ def engine_bytes(
       ValueError: steps cannot have such sizes, or a cache cannot number so many blocks.
     """
     requests = -(-options.max_requests // data)
-    sizes, _ = step_sizes(options, max_requests=requests)
-    step_tokens = max(*sizes, requests)
+    step_tokens = find_sizes(options, max_requests=requests, on_gpu=True).all[-1]
     pools = plan_pools(
         config,
         max_requests=requests,

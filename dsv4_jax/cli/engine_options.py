@@ -25,6 +25,7 @@ _OF_SERVERS = (
     "max_requests",
     "max_context_tokens",
     "prefill_tokens",
+    "decode_batch_sizes",
     "max_step_ms",
     "gpu_memory_fraction",
     "host_cache_bytes",

@@ -275,11 +275,13 @@ def _build(args: argparse.Namespace, prompts: list[str], mesh: Mesh | None) -> E
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer.json, so text cannot be encoded")
     max_requests = args.max_requests or -(-min(len(prompts), _MAX_REQUESTS) // data) * data
+    rows = -(-max_requests // data)
     return build_engine(
         args,
         folder,
         config,
-        **one_shape(args, -(-max_requests // data)),
+        # Steps for fewer requests would take longer to compile than they save.
+        **(one_shape(args, rows) or {"decode_batch_sizes": (rows,)}),
         mesh=mesh,
         grammars=False,
         max_step_ms=NO_STEP_BOUND_MS,  # nobody reads along

@@ -17,10 +17,10 @@ A request on its way, and the room or file that does it:
 `hand_over.py` takes a request with its cache out of an engine, as a value, and brings it to one.
 
 Beside that, `metrics/` counts, `engine_state.py` shows what an engine holds, `options.py` has what
-it is built with, and `sizing.py` what that comes to. Each imports only what stands to its left, as
-`tests/test_layout.py` holds:
+it is built with, `step_sizes.py` the shapes that its steps have, and `sizing.py` all that options
+come to. Each imports only what stands to its left, as `tests/test_layout.py` holds:
 
-    options  <-  sizing
+    options  <-  step_sizes  <-  sizing
     metrics, sizing, requests  <-  schedule  <-  device  <-  loop  <-  engine_core
     loop  <-  hand_over  <-  engine
     engine_core  <-  engine_state, engine  <-  asynchronous

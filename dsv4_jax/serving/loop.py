@@ -264,7 +264,8 @@ class ServingLoop:
             return None
         lengths, draft_tokens = self.queue.shards.length_tokens, self.options.draft_tokens
         outlook = look(running, lengths, flight, draft_tokens=draft_tokens)
-        waits = self._plan.plain_size is None and running.is_constrained and outlook.waits.any()
+        is_plain = self._plan.step_sizes.is_plain
+        waits = running.is_constrained and not is_plain and outlook.waits.any()
         if waits or not outlook.goes_on.any() or not self.queue.reserve_ahead(outlook.num_known):
             return None
         return outlook
@@ -280,8 +281,7 @@ class ServingLoop:
             plan, places = flight.plan, flight.places
         else:
             several = self.options.steps_per_call > 1 and runner.makes_several_steps(running)
-            sizes = (self._plan, runner.plan)
-            plan, places = make_plan(outlook, *sizes, self.pace, makes_several=several)
+            plan, places = make_plan(outlook, self._plan, self.pace, makes_several=several)
         launched_s, load = self.clock(), None
         if plan.holds_prompts:
             load = CallLoad.of(plan, outlook.lengths[places])

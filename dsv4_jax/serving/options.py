@@ -51,10 +51,10 @@ class EngineOptions:
     Attributes:
       mesh: the devices, as `make_mesh` gives them; None is one. Requests are spread over the data
         shards. `max_requests`, `num_blocks` and `num_snapshots` are those of all data shards
-        together and must divide over them; `prefill_tokens` and `decode_tokens` are those of each
-        data shard, `memory_bytes` and `gpu_memory_fraction` of each device. Where devices lie in
-        several processes, as after `join_hosts`, each builds the same engine; process 0 takes
-        requests, and the others `follow`.
+        together and must divide over them; `prefill_tokens`, `decode_tokens` and
+        `decode_batch_sizes` are those of each data shard, `memory_bytes` and `gpu_memory_fraction`
+        of each device. Where devices lie in several processes, as after `join_hosts`, each builds
+        the same engine; process 0 takes requests, and the others `follow`.
       split_cache: on a mesh, deals the blocks of a request over the devices of a data shard, so
         that each holds and reads an n-th of them; for few requests of a very long context.
         `num_blocks` must divide over all devices then. An idea with a selector cannot have it.
@@ -71,6 +71,12 @@ class EngineOptions:
         `max_requests * (draft_tokens + 1)` tokens, with the requests of a data shard; without
         drafts it is a leaner program. A size of `prefill_tokens` makes one program of both, whose
         results are then bit for bit the same whatever runs beside a request.
+      decode_batch_sizes: requests for which a step that only decodes has room, ascending; each is a
+        program, and there is one for all requests in any case. A step takes the smallest that holds
+        who decodes, since idle rows take time too. With `max_requests` alone, results of decode
+        steps are bit for bit the same however many requests decode; with several they agree within
+        rounding. None is on a GPU 1, 8, 32, 128 and 512, as far as they are less, and elsewhere
+        `max_requests` alone. Not with `decode_tokens`.
       max_step_ms: the longest that a step with prompts shall take beside requests that decode, 1 to
         600,000. It has the largest of `prefill_tokens` that takes at most so long, as steps were
         seen to take, and by arithmetic before that, but leaves prompts half of itself at least.
@@ -163,6 +169,16 @@ class EngineOptions:
         ),
     ] = None
     decode_tokens: Annotated[int | None, Ruled(Whole(1))] = None
+    decode_batch_sizes: Annotated[
+        Sequence[int] | None,
+        Ruled(
+            ListOf(Whole(1), MAX_STEP_SIZES, "sizes"),
+            help="requests for which decode steps have programs of their own, beside one for all: "
+            "a step takes the smallest that holds who decodes; if not given, a GPU has 1,8,32,128,"
+            "512, as far as --max-requests is more. --max-requests alone keeps a request's tokens "
+            "the same, bit for bit, however many decode",
+        ),
+    ] = None
     max_step_ms: Annotated[
         float | None,
         Ruled(
@@ -251,12 +267,21 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Every field becomes a checked, plain, immutable value."""
-        given, given_bytes = self.prefill_tokens, self.disk_cache_bytes
+        given_sizes = {
+            name: getattr(self, name) for name in ("prefill_tokens", "decode_batch_sizes")
+        }
+        given_bytes = self.disk_cache_bytes
         check_fields(self)
-        sizes = self.prefill_tokens
-        if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes))):
-            shown = given if isinstance(given, list) else sizes
-            checks.refuse("prefill_tokens", "ascending sizes", shown)
+        for name, given in given_sizes.items():
+            sizes = getattr(self, name)
+            if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes))):
+                shown = given if isinstance(given, list) else sizes
+                checks.refuse(name, "ascending sizes", shown)
+        if self.decode_batch_sizes is not None and self.decode_tokens is not None:
+            raise ValueError(
+                f"decode_batch_sizes={list(self.decode_batch_sizes)} needs steps that only decode, "
+                f"and there are none with decode_tokens={self.decode_tokens}; leave one of them out"
+            )
         if self.steps_per_call > 1 and self.decode_tokens is not None:
             raise ValueError(
                 f"steps_per_call={self.steps_per_call} needs steps that only decode, and there are "

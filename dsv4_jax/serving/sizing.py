@@ -22,6 +22,7 @@ from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.runtime import host_memory, shown_bytes
 from dsv4_jax.serving.least_memory import least_memory
 from dsv4_jax.serving.options import DEFAULT_MAX_STEP_MS, NO_STEP_BOUND_MS, EngineOptions
+from dsv4_jax.serving.step_sizes import StepSizes, find_sizes
 from dsv4_jax.step.call_cost import base_seconds
 from dsv4_jax.step.draft_worth import StepCost, least_survival
 from dsv4_jax.step.settings_size import count_entries
@@ -74,8 +75,7 @@ class EnginePlan:
       config: the model as the cache sees it: with a draft only if there are drafts.
       options: as they were given, but for the idea, which `config` has.
       pools: sizes of the pools of a data shard.
-      step_sizes: tokens of a general step on a data shard, ascending; each is a program.
-      plain_size: those of the step that only decodes; None if a general step does that.
+      step_sizes: tokens of steps on a data shard; each is a program.
       cache_format: the storage format.
       grammars: requests may have grammars; else no step takes masks.
       prefill_activations: what multiplies quantised weights in steps that hold prompt tokens.
@@ -93,8 +93,7 @@ class EnginePlan:
     config: DSV4Config
     options: EngineOptions
     pools: PoolPlan
-    step_sizes: tuple[int, ...]
-    plain_size: int | None
+    step_sizes: StepSizes
     cache_format: FormatName
     grammars: bool
     prefill_activations: str = dataclasses.field(repr=False)
@@ -109,6 +108,11 @@ class EnginePlan:
     def mesh(self) -> Mesh | None:
         """Where arrays lie; None is one device."""
         return self.options.mesh
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether its devices are GPUs."""
+        return _is_on_gpu(self.mesh)
 
     @property
     def draft_tokens(self) -> int:
@@ -179,7 +183,7 @@ def plan_engine(
         memory_bytes=memory_bytes,
         block_parts=mesh_sizes(mesh)[1] if options.split_cache and mesh is not None else 1,
     )
-    sizes, plain_size = step_sizes(options, max_requests=pools.max_requests)
+    sizes = find_sizes(options, max_requests=pools.max_requests, on_gpu=_is_on_gpu(mesh))
     data, model = (1, 1) if mesh is None else mesh_sizes(mesh)
     cost = StepCost.of(cached, params, num_devices=data * model)
     max_step_s = _max_step_s(options)
@@ -187,13 +191,13 @@ def plan_engine(
     of_device = dataclasses.replace(cost, fixed=cost.fixed * data)
     if options.decode_tokens is None:
         least = 2 * pools.max_requests
-        sizes = with_fitting_size(sizes, of_device, max_step_s, data=data, least=least)
+        prompts = with_fitting_size(sizes.prompts, of_device, max_step_s, data=data, least=least)
+        sizes = dataclasses.replace(sizes, prompts=prompts)
     plan = EnginePlan(
         config=cached,
         options=options.changed(idea=None),
         pools=pools,
         step_sizes=sizes,
-        plain_size=plain_size,
         cache_format=choose_cache_format(config, options.cache_format),
         grammars=options.grammars and has_tokenizer,
         prefill_activations=options.prefill_activations or options.activations,
@@ -202,7 +206,7 @@ def plan_engine(
         host_cache_bytes=find_host_cache_bytes(options),
         cost=of_device,
         max_step_s=max_step_s,
-        upper=_upper_steps(cached, options, sizes, pools.max_requests, cost.num_layers),
+        upper=_upper_steps(cached, options, sizes.prompts, pools.max_requests, cost.num_layers),
     )
     return dataclasses.replace(plan, least_survival=_least_survivals(plan, cost))
 
@@ -270,9 +274,12 @@ def _max_step_s(options: EngineOptions) -> float:
     if options.max_step_ms is not None:
         is_none = options.max_step_ms >= NO_STEP_BOUND_MS
         return math.inf if is_none else options.max_step_ms / 1e3
-    mesh = options.mesh
+    return DEFAULT_MAX_STEP_MS / 1e3 if _is_on_gpu(options.mesh) else math.inf
+
+
+def _is_on_gpu(mesh: Mesh | None) -> bool:
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    return DEFAULT_MAX_STEP_MS / 1e3 if platform == "gpu" else math.inf
+    return platform == "gpu"
 
 
 def with_fitting_size(
@@ -359,30 +366,3 @@ def _of_shard(name: str, count: int, mesh: Mesh | None, *, split: bool = False) 
         return count
     check_divides(mesh, {name: count}, AXES if split else (DATA,))
     return count // mesh_sizes(mesh)[0]
-
-
-def step_sizes(options: EngineOptions, *, max_requests: int) -> tuple[tuple[int, ...], int | None]:
-    """The shapes that steps have on a data shard, which serves so many requests.
-
-    Returns:
-      Sizes of the general step, ascending, and that of the step that only decodes, or None.
-
-    Raises:
-      ValueError: the largest does not hold a token of every request.
-    """
-    given = options.prefill_tokens
-    if given is None:
-        given = (64, 256) if max_requests <= 256 else (64, 256, max_requests)
-    sizes, plain_size = set(given), None
-    if options.decode_tokens is not None:
-        sizes.add(options.decode_tokens)
-    elif options.draft_tokens:
-        sizes.add(max_requests * (options.draft_tokens + 1))
-    else:
-        plain_size = max_requests
-    if max(sizes) < max_requests:
-        raise ValueError(
-            "the largest of prefill_tokens and decode_tokens must be at least "
-            f"max_requests={max_requests}, got {sorted(sizes)}"
-        )
-    return tuple(sorted(sizes)), plain_size

@@ -70,6 +70,7 @@ ENGINE = COUNTS | FORMAT | {
     "split_cache": bad.flag(),
     "prefill_tokens": bad.list_of(bad.integer(1), limit=64, good=8, optional=True, empty=False),
     "decode_tokens": bad.integer(1, optional=True),
+    "decode_batch_sizes": bad.list_of(bad.integer(1), limit=64, good=8, optional=True, empty=False),
     "max_step_ms": bad.number(1, 600_000, optional=True),
     "draft_tokens": bad.integer(0, 16),
     "draft_cut": bad.flag(),

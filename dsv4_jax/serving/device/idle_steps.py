@@ -40,34 +40,26 @@ def idle_steps(engine: EnginePlan, *, has_both_forms: bool, simplifies: bool) ->
       has_both_forms: steps with prompts have other activations than others.
       simplifies: simple draws have programs of their own.
     """
-    sizes, plain_size, several = engine.step_sizes, engine.plain_size, engine.steps_per_call
-    most_rows = engine.pools.max_requests * (engine.draft_tokens + 1)
+    sizes, several = engine.step_sizes, engine.steps_per_call
     steps = []
-    for size in sizes:
+    for size in sizes.prompts:
         idle = StepPlan.idle(size, holds_prompts=True)
         steps.append(IdleStep(name_of(idle), idle))
         if engine.upper is not None and (count := engine.upper.sizes.get(size)):
             idle = StepPlan.idle(size, holds_prompts=True, upper_size=count)
             steps.append(IdleStep(name_of(idle), idle))
-        if plain_size is None:
-            name = f"{name_of(StepPlan.idle(size))} without prompts"
-            if has_both_forms or simplifies:
-                steps.append(IdleStep(name, StepPlan.idle(size)))
-            if simplifies:
-                steps.append(IdleStep(f"{name}, simple draws", StepPlan.idle(size), True))
-            if several > 1 and size <= most_rows:
-                idle = StepPlan.idle(size, num_steps=several)
-                steps.append(IdleStep(name_of(idle), idle, simplifies))
-    if plain_size is not None:
-        idle = StepPlan.idle(plain_size, is_plain=True)
-        name = name_of(idle)
-        steps.append(IdleStep(name, idle))
-        if simplifies:
+    for size in sizes.decoding:
+        idle = StepPlan.idle(size, is_plain=sizes.is_plain)
+        name = name_of(idle) if sizes.is_plain else f"{name_of(idle)} without prompts"
+        takes_apart = sizes.is_plain and size < engine.pools.max_requests
+        if not takes_apart and (sizes.is_plain or has_both_forms or simplifies):
+            steps.append(IdleStep(name, idle))
+        if not takes_apart and simplifies:
             steps.append(IdleStep(f"{name}, simple draws", idle, True))
-        if draws_apart(engine):
+        if takes_apart or (sizes.is_plain and draws_apart(engine)):
             steps.append(IdleStep(f"{name}, draws apart", idle, only_trunk=True))
         if several > 1:
-            idle = StepPlan.idle(plain_size, is_plain=True, num_steps=several)
+            idle = StepPlan.idle(size, is_plain=sizes.is_plain, num_steps=several)
             steps.append(IdleStep(name_of(idle), idle, simplifies))
     return steps
 
@@ -82,4 +74,4 @@ def name_of(plan: StepPlan) -> str:
 
 def draws_apart(engine: EnginePlan) -> bool:
     """Whether steps that only decode may be launched before it is known what they may draw."""
-    return engine.grammars and engine.overlap and engine.plain_size is not None
+    return engine.grammars and engine.overlap and engine.step_sizes.is_plain

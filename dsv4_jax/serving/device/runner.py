@@ -89,9 +89,7 @@ class StepRunner:
         if any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
             self._prefill_activations = plan.prefill_activations
         # Decode steps of a GPU have programs of their own. A CPU would compile more of them.
-        mesh = plan.mesh
-        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-        self.simplifies = platform == "gpu"
+        self.simplifies = plan.is_on_gpu
         self.devices = (
             EngineArrays(params, plan) if hosts is None else HostedArrays(params, plan, hosts)
         )
@@ -170,13 +168,17 @@ class StepRunner:
         Returns:
           What waits for the step's result; None if that is left too.
         """
-        launch = self._prepare(plan, running, lengths, boundaries, is_fed, only_trunk)
+        # Sizes below the largest share the programs of draws.
+        is_small = plan.is_plain and plan.num_steps == 1 and plan.size < self.plan.max_requests
+        launch = self._prepare(plan, running, lengths, boundaries, is_fed, only_trunk or is_small)
         if self._lines.knows_all:
             launch()
         else:
             with self._lines.of_first(plan, launch.keywords, self._all_steps):
                 launch()
-        return None if only_trunk else self._reader_of_last()
+        if only_trunk:
+            return None
+        return self._launch_draw(plan, running) if is_small else self._reader_of_last()
 
     def run_draws(
         self, plan: StepPlan, running: Running, is_alive: np.ndarray
@@ -195,8 +197,12 @@ class StepRunner:
           DrawError: a request's grammar failed; nothing was changed.
         """
         self.bring_masks(itertools.compress(plan.rows, is_alive), running)
+        return self._launch_draw(plan, running)
+
+    def _launch_draw(self, plan: StepPlan, running: Running) -> Callable[[], StepResult]:
+        """`run_draws` with the masks that were brought last."""
         is_simple = self.simplifies and running.draws_simply
-        wants_logprobs = self._wants_logprobs(plan, running)
+        wants_logprobs = running.logprobs_are_wanted(plan.rows)
         self.devices.launch_draw(is_simple=is_simple, wants_logprobs=wants_logprobs)
         return self._reader_of_last()
 
@@ -263,18 +269,12 @@ class StepRunner:
             only_decodes=only_decodes,
             is_simple=only_decodes and running.is_simple,
             activations=self._prefill_activations if plan.holds_prompts else self._activations,
-            wants_logprobs=self._wants_logprobs(plan, running),
+            wants_logprobs=running.logprobs_are_wanted(plan.rows),
             only_trunk=only_trunk,
         )
         if plan.is_plain and len(rows) and fed.all() and not running.penalises:
             self._repeated = plan, launch.args, launch.keywords
         return launch
-
-    @staticmethod
-    def _wants_logprobs(plan: StepPlan, running: Running) -> bool:
-        """Whether some row that draws asks for log-probabilities; an idle step tries them."""
-        asking, rows = running.slots[running.wants_logprobs], plan.rows
-        return not len(rows) or bool(len(asking) and np.isin(rows.slots[rows.draws], asking).any())
 
     def bring_masks(self, rows: Iterable[RowPlan], running: Running) -> None:
         """Brings what rows may draw, where grammars say so; `run` takes it from there.
@@ -328,7 +328,9 @@ class StepRunner:
 
     def _only_decodes(self, plan: StepPlan) -> bool:
         """Whether a step has programs of its own, which no prompt takes."""
-        return plan.is_plain or (self._engine_plan.plain_size is None and not plan.holds_prompts)
+        return plan.is_plain or (
+            not self._engine_plan.step_sizes.is_plain and not plan.holds_prompts
+        )
 
     def run_idle(self, step: IdleStep, *, only_compiles: bool = False) -> None:
         """Runs a step in which nobody takes part, or compiles its program."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from dsv4_jax.serving.requests.request import Request
 from dsv4_jax.serving.schedule.known_tokens import KnownTokens
+from dsv4_jax.serving.schedule.scheduler import StepRows
 
 
 class Running(Mapping[int, Request]):
@@ -69,6 +70,11 @@ class Running(Mapping[int, Request]):
     def num_known(self) -> np.ndarray:
         """i32[n], tokens that each request knows now."""
         return self.known.num_known[self.slots]
+
+    def logprobs_are_wanted(self, rows: StepRows) -> bool:
+        """Whether a row that draws asks for log-probabilities; a step without rows tries them."""
+        asking = self.slots[self.wants_logprobs]
+        return not len(rows) or bool(len(asking) and np.isin(rows.slots[rows.draws], asking).any())
 
     def __getitem__(self, slot: int) -> Request:
         """The request in a slot."""

@@ -15,6 +15,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from dsv4_jax.serving.step_sizes import StepSizes
+
 
 @dataclasses.dataclass(frozen=True)
 class RowNeed:
@@ -159,8 +161,6 @@ class ShardPlan:
     """A data shard's part of a step; fields as in `StepPlan`."""
 
     rows: tuple[RowPlan, ...]
-    size: int
-    is_plain: bool
     holds_prompts: bool = False
 
     @property
@@ -179,8 +179,7 @@ def plan_decoding(
     num_drafts: np.ndarray,
     shards: np.ndarray,
     *,
-    sizes: Sequence[int],
-    plain_size: int | None,
+    sizes: StepSizes,
     most_steps: np.ndarray | None = None,
     steps_per_call: int = 1,
 ) -> StepPlan:
@@ -193,8 +192,7 @@ def plan_decoding(
       slots: i32[n], the requests' slots among all shards.
       num_drafts: i32[n], guesses at what follows each one's token.
       shards: i32[n], the data shard of each.
-      sizes: as in `plan_step`, of one shard.
-      plain_size: the same.
+      sizes: those of one shard.
       most_steps: i32[n], steps that each can take part in, at least 1; None is one each.
       steps_per_call: steps of a call that makes several.
     """
@@ -203,23 +201,20 @@ def plan_decoding(
     steps = once if most_steps is None else np.minimum(most_steps, steps_per_call)[order]
     slots, num_drafts, shards = slots[order], num_drafts[order], shards[order]
     totals = np.bincount(shards, weights=1 + num_drafts)
-    num_drafts = np.where(totals[shards] <= sizes[-1], num_drafts, 0).astype(np.int32)
+    num_drafts = np.where(totals[shards] <= sizes.decoding[-1], num_drafts, 0).astype(np.int32)
     if steps.max() < steps_per_call or 2 * steps.mean() < steps_per_call:
         steps, steps_per_call = once, 1
     everyone = np.ones(len(slots), bool)
     rows = StepRows(slots, once, num_drafts, everyone, steps, ~everyone)
-    if plain_size is not None and not num_drafts.any():
-        return StepPlan(rows, plain_size, True, num_steps=steps_per_call)
     fullest = np.bincount(shards, weights=1 + num_drafts).max()
-    size = next(size for size in sizes if size >= fullest)
-    return StepPlan(rows, size, False, num_steps=steps_per_call)
+    size = sizes.holding(int(fullest), prompts=False)
+    return StepPlan(rows, size, sizes.is_plain, num_steps=steps_per_call)
 
 
 def plan_shards(
     needs: Sequence[Sequence[RowNeed]],
     *,
-    sizes: Sequence[int],
-    plain_size: int | None,
+    sizes: StepSizes,
     most: int | None = None,
     upper_sizes: Mapping[int, int] = MappingProxyType({}),
 ) -> StepPlan:
@@ -227,36 +222,33 @@ def plan_shards(
 
     Args:
       needs: by data shard, running requests, the oldest first; slots are those among all shards.
-      sizes: as in `plan_step`, of one shard.
-      plain_size: as in `plan_step`, of one shard.
+      sizes: those of one shard.
       most: as in `plan_step`, of one shard.
       upper_sizes: by size, tokens that the upper layers run in steps in which some rest, likewise;
         a size without has no such step.
 
     Returns:
       The plan, its rows one shard's after the other's. Its size is the smallest that holds the
-      rows of the fullest shard; it is plain if that of every shard is. Nobody rests where all
-      others have more tokens than upper layers run then.
+      rows of the fullest shard. Nobody rests where all others have more tokens than upper layers
+      run then.
     """
-    upper = upper_sizes.get(sizes[-1], 0)
-    options = {"sizes": sizes, "plain_size": plain_size, "most": most, "upper": upper}
-    plans = [plan_step(shard, **options) for shard in needs]
+    upper = upper_sizes.get(sizes.prompts[-1], 0)
+    plans = [plan_step(shard, sizes=sizes, most=most, upper=upper) for shard in needs]
     rows = StepRows.of([row for plan in plans for row in plan.rows])
-    if plain_size is not None and all(plan.is_plain for plan in plans):
-        return StepPlan(rows, plain_size, True)
-    size = next(size for size in sizes if size >= max(plan.num_tokens for plan in plans))
+    holds_prompts = any(plan.holds_prompts for plan in plans)
+    size = sizes.holding(max(plan.num_tokens for plan in plans), prompts=holds_prompts)
+    if not holds_prompts:
+        return StepPlan(rows, size, sizes.is_plain)
     upper_size: int | None = upper_sizes.get(size, 0)
     if not rows.rests.any() or max(plan.num_upper for plan in plans) > upper_size:
         rows, upper_size = dataclasses.replace(rows, rests=np.zeros_like(rows.rests)), None
-    holds_prompts = any(plan.holds_prompts for plan in plans)
-    return StepPlan(rows, size, False, holds_prompts=holds_prompts, upper_size=upper_size)
+    return StepPlan(rows, size, False, holds_prompts=True, upper_size=upper_size)
 
 
 def plan_step(
     needs: Sequence[RowNeed],
     *,
-    sizes: Sequence[int],
-    plain_size: int | None,
+    sizes: StepSizes,
     most: int | None = None,
     upper: int = 0,
 ) -> ShardPlan:
@@ -264,17 +256,15 @@ def plan_step(
 
     Args:
       needs: running requests, the oldest first.
-      sizes: shapes of the general step, ascending; the largest holds at least one token of each.
-      plain_size: size of the step that only decodes, one token of each row; None if there is
-        none.
+      sizes: shapes; the largest of either kind holds at least one token of each.
       most: tokens that it may hold, at least one of each request; None is the largest size.
       upper: the most tokens for which all layers run in a step of the largest shape in which some
         rest; 0 has no such step. Where the oldest prompt may rest, others get no more.
 
     Returns:
-      The plan; its size is the smallest that holds its rows.
+      The plan.
     """
-    limit = sizes[-1] if most is None else most
+    limit = sizes.prompts[-1] if most is None else most
     decoding = [need for need in needs if need.decodes]
     prompts = [need for need in needs if not need.decodes]
     with_drafts = sum(1 + need.num_drafts for need in decoding)
@@ -293,11 +283,7 @@ def plan_step(
         draws = need.draws and chunk == need.num_pending
         rows[need.slot] = RowPlan(need.slot, chunk, 0, draws, need.rests)
     ordered = tuple(rows[need.slot] for need in needs if need.slot in rows)
-    total = sum(row.num_tokens + row.num_drafts for row in ordered)
-    if plain_size is not None and not prompts and total == len(ordered):
-        return ShardPlan(ordered, plain_size, True)
-    size = next(size for size in sizes if size >= total)
-    return ShardPlan(ordered, size, False, holds_prompts=bool(prompts))
+    return ShardPlan(ordered, holds_prompts=bool(prompts))
 
 
 def _count_awake(shares: Sequence[tuple[RowNeed, int]]) -> int:

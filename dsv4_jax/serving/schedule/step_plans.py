@@ -13,21 +13,20 @@ from dsv4_jax.serving.sizing import EnginePlan
 
 
 def make_plan(
-    outlook: Outlook, engine: EnginePlan, pools: PoolPlan, pace: Pace, *, makes_several: bool
+    outlook: Outlook, engine: EnginePlan, pace: Pace, *, makes_several: bool
 ) -> tuple[StepPlan, np.ndarray]:
     """Plans a step.
 
     Args:
       outlook: what requests hold before it.
       engine: sizes of the engine.
-      pools: those of a data shard.
       pace: chooses the size of a step that holds prompts.
       makes_several: one call may make several steps of these requests.
 
     Returns:
       The plan, and i64[n], for each of its rows the number of its request in `outlook.running`.
     """
-    running, pending = outlook.running, outlook.num_pending
+    running, pending, pools = outlook.running, outlook.num_pending, engine.pools
     assert np.all(pending[outlook.goes_on] > 0), f"nothing to run: {pending}"
     wanted = np.flatnonzero(outlook.goes_on)
     slots = running.slots[wanted]
@@ -35,7 +34,7 @@ def make_plan(
     if np.all(pending[wanted] == 1):
         most_steps = np.ones_like(outlook.lengths)
         if makes_several:
-            most_steps = _most_steps(outlook, pools, is_plain=engine.plain_size is not None)
+            most_steps = _most_steps(outlook, pools, is_plain=engine.step_sizes.is_plain)
         plan = plan_decoding(
             slots,
             outlook.num_drafts[wanted],
@@ -43,7 +42,6 @@ def make_plan(
             most_steps=most_steps[wanted],
             steps_per_call=engine.steps_per_call,
             sizes=engine.step_sizes,
-            plain_size=engine.plain_size,
         )
     else:
         needs: list[list[RowNeed]] = [[] for _ in range(engine.data_shards)]

@@ -90,7 +90,7 @@ def test_the_most_that_plan_names_is_the_most_that_serve_takes(capsys, monkeypat
     counted = engine_bytes(config, options, data=data, model=model)
     plan = plan_engine(config, options, params=shapes, has_tokenizer=True)
     assert counted.pools == plan.pools
-    assert counted.step_tokens == max(*plan.step_sizes, plan.plain_size or 0)
+    assert counted.step_tokens == plan.step_sizes.all[-1]
 
 
 @pytest.mark.parametrize("drafts", ["auto", "off"])

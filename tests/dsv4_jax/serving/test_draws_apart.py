@@ -18,6 +18,7 @@ import dsv4_jax as ds
 from dsv4_jax.serving import Grammar
 from dsv4_jax.serving.device import engine_arrays
 from dsv4_jax.serving.device.idle_steps import idle_steps
+from dsv4_jax.serving.step_sizes import StepSizes
 from dsv4_jax.step.serve_values import ServeOutput
 from helpers import failing_grammars, slow
 from helpers.interrupts import Interrupt, Lines
@@ -332,8 +333,11 @@ def test_calls_of_several_steps_come_back_when_the_grammar_has_ended():
     assert device.happened[last:].count("steps") > 1
 
 
+ONE_SIZE = StepSizes(prompts=(BUCKET,), decoding=(BUCKET,), is_plain=False)
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"grammars": False}, {"overlap": False}, {"plain_size": None}]
+    "changes", [{}, {"grammars": False}, {"overlap": False}, {"step_sizes": ONE_SIZE}]
 )
 def test_programs_of_draws_apart_are_there_where_they_can_be_needed(changes):
     plan = dataclasses.replace(make_engine().plan, **changes)

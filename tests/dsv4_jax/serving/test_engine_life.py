@@ -290,5 +290,5 @@ def test_waiting_requests_are_served_in_order():
 
 
 def test_buckets_are_what_the_tests_assume():
-    assert make_engine().plan.step_sizes == (BUCKET,)
-    assert make_engine().plan.plain_size is None
+    sizes = make_engine().plan.step_sizes
+    assert (sizes.prompts, sizes.decoding, sizes.is_plain) == ((BUCKET,), (BUCKET,), False)

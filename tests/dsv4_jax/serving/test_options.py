@@ -47,7 +47,8 @@ def test_each_option_of_the_command_line_reaches_its_field():
     arguments.add_fields(parser, EngineOptions, ["split_cache"])
     words = {
         "split_cache": [], "max_requests": ["3"], "max_context_tokens": ["99"],
-        "cache_format": ["f32"], "prefill_tokens": ["8,16"], "draft_tokens": ["2"],
+        "cache_format": ["f32"], "prefill_tokens": ["8,16"], "decode_batch_sizes": ["1,2"],
+        "draft_tokens": ["2"],
         "steps_per_call": ["4"], "activations": ["bfloat16"], "prefill_activations": ["fp8"],
         "gpu_memory_fraction": ["0.5"], "max_step_ms": ["40"],
         "host_cache_bytes": ["3MiB"], "disk_cache_dir": ["pages"], "disk_cache_bytes": ["5GiB"],
@@ -56,7 +57,8 @@ def test_each_option_of_the_command_line_reaches_its_field():
     chosen = arguments.chosen_fields(parser.parse_args([*given, "--no-grammars"]), EngineOptions)
     assert chosen == {
         "split_cache": True, "max_requests": 3, "max_context_tokens": 99, "cache_format": "f32",
-        "prefill_tokens": [8, 16], "draft_tokens": 2, "steps_per_call": 4,
+        "prefill_tokens": [8, 16], "decode_batch_sizes": [1, 2], "draft_tokens": 2,
+        "steps_per_call": 4,
         "activations": "bfloat16", "prefill_activations": "fp8", "gpu_memory_fraction": 0.5,
         "grammars": False, "max_step_ms": 40.0, "host_cache_bytes": 3 * 2**20,
         "disk_cache_dir": "pages", "disk_cache_bytes": 5 * 2**30,
@@ -155,7 +157,8 @@ def test_processes_of_a_mesh_see_every_option_of_another_engine():
 
     plain, others = EngineOptions(max_requests=4, draft_tokens=2), {
         "max_requests": 8, "max_context_tokens": 128, "cache_format": "f32",
-        "prefill_tokens": (8,), "decode_tokens": 64, "draft_tokens": 1, "draft_cut": True,
+        "prefill_tokens": (8,), "decode_tokens": 64, "decode_batch_sizes": (1,),
+        "draft_tokens": 1, "draft_cut": True,
         "grammars": False, "activations": "bfloat16", "prefill_activations": "bfloat16",
         "num_blocks": 200, "num_snapshots": 1, "memory_bytes": 2**32, "unroll": True,
         "overlap": False, "debug": True, "progress": True, "split_cache": True, "steps_per_call": 2,

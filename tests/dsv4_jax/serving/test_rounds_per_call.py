@@ -12,6 +12,7 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.serving.schedule.scheduler import plan_decoding
+from dsv4_jax.serving.step_sizes import StepSizes
 from helpers import serving, taught
 from helpers.engine_life import Life
 from helpers.serving import limit, prompt, run_to_end, same_tokens
@@ -228,8 +229,8 @@ def test_plans_of_several_steps_have_the_drafts_of_each(drafts, most, steps):
     slots = np.arange(len(most), dtype=np.int32)
     drafts, most = np.array(drafts, np.int32), np.array(most, np.int32)
     plan = plan_decoding(
-        slots, drafts, np.zeros_like(slots), sizes=(24,), plain_size=None,
-        most_steps=most, steps_per_call=3,
+        slots, drafts, np.zeros_like(slots), most_steps=most, steps_per_call=3,
+        sizes=StepSizes(prompts=(24,), decoding=(24,), is_plain=False),
     )  # fmt: skip
     assert not plan.is_plain
     assert plan.num_steps == (1 if steps is None else 3)

@@ -8,6 +8,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.serving import sizing
 from dsv4_jax.serving.options import DEFAULT_MAX_STEP_MS, EngineOptions
+from dsv4_jax.serving.step_sizes import find_sizes
 from helpers.simulated_device import FLASH
 
 
@@ -63,9 +64,44 @@ def test_engines_have_the_size_if_they_have_a_bound():
     config = ds.DSV4Config.flash().without_draft()
     config = dataclasses.replace(config, num_routed_experts=192)
     given = {"prefill_tokens": (256, 8192)}
-    assert plan(config, **given).step_sizes == (256, 8192)  # a CPU
+    assert plan(config, **given).step_sizes.prompts == (256, 8192)  # a CPU
     bounded = plan(config, max_step_ms=80, **given)
-    assert bounded.step_sizes == (256, 512, 8192)
+    assert bounded.step_sizes.prompts == (256, 512, 8192)
     assert bounded.cost.experts == pytest.approx(FLASH.experts, rel=1e-3)
-    assert plan(config, max_step_ms=80, decode_tokens=256, **given).step_sizes == (256, 8192)
-    assert plan(ds.DSV4Config.tiny(), max_step_ms=80, **given).step_sizes == (256, 8192)
+    assert plan(config, max_step_ms=80, decode_tokens=256, **given).step_sizes.prompts == (
+        256,
+        8192,
+    )
+    assert plan(ds.DSV4Config.tiny(), max_step_ms=80, **given).step_sizes.prompts == (256, 8192)
+
+
+@pytest.mark.parametrize(
+    ("fields", "on_gpu", "decoding", "is_plain"),
+    [
+        ({}, True, (1, 8, 32, 64), True),
+        ({}, False, (64,), True),
+        ({"decode_batch_sizes": (4, 16)}, True, (4, 16, 64), True),
+        ({"decode_batch_sizes": (4, 64)}, False, (4, 64), True),
+        ({"decode_batch_sizes": (64,)}, True, (64,), True),
+        ({"draft_tokens": 5}, True, (6, 48, 192, 384), False),
+        ({"draft_tokens": 5}, False, (64, 256, 384), False),
+        ({"draft_tokens": 5, "decode_batch_sizes": (2, 64)}, True, (12, 384), False),
+        ({"decode_tokens": 64}, True, (64, 256), False),
+    ],
+)
+def test_sizes_of_decode_steps(fields, on_gpu, decoding, is_plain):
+    sizes = find_sizes(EngineOptions(**fields), max_requests=64, on_gpu=on_gpu)
+    assert (sizes.decoding, sizes.is_plain) == (decoding, is_plain)
+    assert sizes.prompts == ((64, 256, 384) if fields.get("draft_tokens") else (64, 256))
+    assert sizes.all[-1] == max(sizes.prompts)
+
+
+def test_of_few_slots_no_size_is_larger():
+    sizes = find_sizes(EngineOptions(), max_requests=5, on_gpu=True)
+    assert sizes.decoding == (1, 5)
+
+
+def test_sizes_for_more_than_all_requests_are_refused():
+    options = EngineOptions(decode_batch_sizes=[8, 65])
+    with pytest.raises(ValueError, match=r"decode_batch_sizes must be at most max_requests=64.*65"):
+        find_sizes(options, max_requests=64, on_gpu=True)

@@ -11,6 +11,7 @@ import pytest
 
 from dsv4_jax.serving.device import engine_arrays
 from dsv4_jax.serving.schedule.scheduler import plan_decoding
+from dsv4_jax.serving.step_sizes import StepSizes
 from helpers import slow
 from helpers.engine_life import Life
 from helpers.serving import engine_of_calls, limit, prompt, run_to_end, same_tokens, single_steps
@@ -179,7 +180,7 @@ def test_on_a_gpu_calls_of_several_steps_have_simple_draws(monkeypatch):
 def test_a_call_of_several_steps_is_worth_it(most, steps):
     slots = np.arange(len(most), dtype=np.int32)
     none, most = np.zeros_like(slots), np.array(most, np.int32)
-    sizes = {"sizes": (8,), "plain_size": 4}
+    sizes = {"sizes": StepSizes(prompts=(8,), decoding=(4,), is_plain=True)}
     plan = plan_decoding(slots, none, none, most_steps=most, steps_per_call=4, **sizes)
     assert plan.is_plain
     assert plan.num_steps == (1 if steps is None else 4)

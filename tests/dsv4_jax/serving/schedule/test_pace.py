@@ -12,20 +12,20 @@ from dsv4_jax.serving.schedule import pace as pace_module
 from dsv4_jax.serving.schedule.call_load import CallLoad
 from dsv4_jax.serving.schedule.pace import Pace
 from dsv4_jax.serving.schedule.scheduler import RowNeed, RowPlan, StepRows, plan_shards
+from dsv4_jax.serving.step_sizes import StepSizes
 from helpers.simulated_device import FLASH
 
 SIZES = (64, 256, 1024, 8192)
 HELD = np.zeros(64, np.int32)
 
 
-def make(max_step_ms, sizes=SIZES, plain_size=32, *, is_given=True):
+def make(max_step_ms, sizes=SIZES, *, is_given=True):
     options = types.SimpleNamespace(max_step_ms=max_step_ms if is_given else None)
     plan = types.SimpleNamespace(
         options=options,
         cost=FLASH,
         max_step_s=max_step_ms / 1e3,
-        step_sizes=sizes,
-        plain_size=plain_size,
+        step_sizes=StepSizes(prompts=sizes, decoding=(1, 8, 64), is_plain=True),
         pools=types.SimpleNamespace(max_requests=64),
         mesh=None,
         upper=None,
@@ -122,7 +122,7 @@ def test_with_one_size_or_without_a_bound_times_decide_nothing():
     for pace in (make(1, (1024,)), make(np.inf)):
         for pending in ((1, 5000), (5000, 20), (1, 1, 7, 9000)):
             needs = needs_of(*pending)
-            expected = plan_shards(needs, sizes=pace._sizes, plain_size=32)
+            expected = plan_shards(needs, sizes=pace._sizes)
             for seconds in (1e-6, 1e3):
                 plan = pace.choose(needs, HELD)
                 assert (plan.size, tokens(plan)) == (expected.size, tokens(expected))

@@ -17,8 +17,16 @@ from dsv4_jax.serving.schedule.scheduler import (
     plan_step,
 )
 from dsv4_jax.serving.sizing import UpperSteps
+from dsv4_jax.serving.step_sizes import StepSizes
 
-SIZES = (16, 64)
+
+def sizes_of(*prompts, plain=None):
+    """Decode steps of the sizes of prompts, or plain ones."""
+    return StepSizes(prompts=prompts, decoding=plain or prompts, is_plain=plain is not None)
+
+
+SIZES = sizes_of(16, 64)
+PLAIN = sizes_of(16, 64, plain=(1, 4))
 
 
 def tokens(plan):
@@ -27,39 +35,45 @@ def tokens(plan):
 
 def test_decoding_alone_is_the_lean_program():
     needs = [RowNeed(slot, 1, 0) for slot in (2, 0)]
-    plan = plan_step(needs, sizes=SIZES, plain_size=4)
-    assert plan == ShardPlan((RowPlan(2, 1, 0, True), RowPlan(0, 1, 0, True)), 4, True)
-    assert plan_step(needs, sizes=SIZES, plain_size=None).size == 16
+    plan = plan_step(needs, sizes=PLAIN)
+    assert plan == ShardPlan((RowPlan(2, 1, 0, True), RowPlan(0, 1, 0, True)))
+    whole = plan_shards([needs], sizes=PLAIN)
+    assert (whole.size, whole.is_plain, whole.holds_prompts) == (4, True, False)
+    whole = plan_shards([needs[:1], []], sizes=PLAIN)
+    assert (whole.size, whole.is_plain) == (1, True)
+    whole = plan_shards([needs], sizes=SIZES)
+    assert (whole.size, whole.is_plain) == (16, False)
 
 
 def test_drafts_and_prompts_take_the_general_program():
-    plan = plan_step([RowNeed(0, 1, 3), RowNeed(1, 1, 0)], sizes=SIZES, plain_size=4)
+    plan = plan_shards([[RowNeed(0, 1, 3), RowNeed(1, 1, 0)]], sizes=SIZES)
     assert (plan.size, plan.is_plain, tokens(plan)) == (16, False, {0: (1, 3), 1: (1, 0)})
-    plan = plan_step([RowNeed(0, 1, 0), RowNeed(1, 20, 0)], sizes=SIZES, plain_size=4)
-    assert (plan.size, tokens(plan)) == (64, {0: (1, 0), 1: (20, 0)})
+    plan = plan_shards([[RowNeed(0, 1, 0), RowNeed(1, 20, 0)]], sizes=PLAIN)
+    assert (plan.size, plan.is_plain) == (64, False)
+    assert tokens(plan) == {0: (1, 0), 1: (20, 0)}
 
 
 def test_the_oldest_prompt_gets_half_and_short_ones_come_next():
     needs = [RowNeed(0, 500, 0), RowNeed(1, 400, 0), RowNeed(2, 10, 0), RowNeed(3, 1, 0)]
-    plan = plan_step(needs, sizes=SIZES, plain_size=None)
+    plan = plan_step(needs, sizes=SIZES)
     assert tokens(plan) == {0: (32, 0), 1: (21, 0), 2: (10, 0), 3: (1, 0)}
     assert [row.draws for row in plan.rows] == [False, False, True, True]
 
 
 def test_nothing_is_left_unused():
-    plan = plan_step([RowNeed(0, 500, 0), RowNeed(1, 5, 0)], sizes=SIZES, plain_size=None)
+    plan = plan_step([RowNeed(0, 500, 0), RowNeed(1, 5, 0)], sizes=SIZES)
     assert tokens(plan) == {0: (59, 0), 1: (5, 0)}
-    plan = plan_step([RowNeed(0, 5, 0), RowNeed(1, 500, 0)], sizes=SIZES, plain_size=None)
+    plan = plan_step([RowNeed(0, 5, 0), RowNeed(1, 500, 0)], sizes=SIZES)
     assert tokens(plan) == {0: (5, 0), 1: (59, 0)}
 
 
 def test_drafts_give_way_to_prompts_and_to_a_small_step():
     many = [RowNeed(slot, 1, 8) for slot in range(8)]  # 72 tokens with drafts
-    assert set(tokens(plan_step(many, sizes=SIZES, plain_size=None)).values()) == {(1, 0)}
+    assert set(tokens(plan_step(many, sizes=SIZES)).values()) == {(1, 0)}
     four = many[:4]  # 36, more than half of 64
-    mixed = plan_step([*four, RowNeed(9, 300, 0)], sizes=SIZES, plain_size=None)
+    mixed = plan_step([*four, RowNeed(9, 300, 0)], sizes=SIZES)
     assert tokens(mixed) == dict.fromkeys(range(4), (1, 0)) | {9: (60, 0)}
-    assert set(tokens(plan_step(four, sizes=SIZES, plain_size=None)).values()) == {(1, 8)}
+    assert set(tokens(plan_step(four, sizes=SIZES)).values()) == {(1, 8)}
 
 
 needs_lists = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 8)), min_size=1, max_size=16)
@@ -67,16 +81,19 @@ needs_lists = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 8)), min_si
 
 @settings(max_examples=300, deadline=None)
 @given(needs_lists, st.sampled_from([(16,), (16, 64), (24, 40, 256)]), st.booleans())
-def test_every_plan_keeps_the_rules(pairs, sizes, has_plain):
+def test_every_plan_keeps_the_rules(pairs, prompt_sizes, has_plain):
     needs = [
-        RowNeed(slot, pending, drafts if pending == 1 else 0)
+        RowNeed(slot, pending, drafts if pending == 1 and not has_plain else 0)
         for slot, (pending, drafts) in enumerate(pairs)
     ]
-    plan = plan_step(needs, sizes=sizes, plain_size=16 if has_plain else None)
+    sizes = sizes_of(*prompt_sizes, plain=(1, 5, 16) if has_plain else None)
+    plan = plan_shards([needs], sizes=sizes)
+    fitting = sizes.prompts if plan.holds_prompts else sizes.decoding
     rows = {row.slot: row for row in plan.rows}
     total = sum(row.num_tokens + row.num_drafts for row in plan.rows)
     assert total <= plan.size
-    assert plan.is_plain or total > max((s for s in sizes if s < plan.size), default=0)
+    assert plan.is_plain == (has_plain and not plan.holds_prompts)
+    assert total > max((size for size in fitting if size < plan.size), default=0)
     for need in needs:
         row = rows.get(need.slot)
         if need.num_pending == 1:
@@ -92,7 +109,7 @@ def test_every_plan_keeps_the_rules(pairs, sizes, has_plain):
         assert prompts[0].slot in rows  # the oldest always goes on
         unread = sum(n.num_pending - rows[n.slot].num_tokens if n.slot in rows else n.num_pending
                      for n in prompts)  # fmt: skip
-        assert not unread or total == sizes[-1]
+        assert not unread or total == sizes.prompts[-1]
 
 
 @settings(max_examples=200, deadline=None)
@@ -101,15 +118,16 @@ def test_every_plan_keeps_the_rules(pairs, sizes, has_plain):
     st.sampled_from([(16,), (16, 64), (24, 40, 256)]),
     st.booleans(),
 )
-def test_decoding_is_planned_at_once_as_row_by_row(pairs, sizes, has_plain):
-    plain_size = 16 if has_plain else None
+def test_decoding_is_planned_at_once_as_row_by_row(pairs, prompt_sizes, has_plain):
+    sizes = sizes_of(*prompt_sizes, plain=(1, 5, 16) if has_plain else None)
+    pairs = [(shard, 0 if has_plain else drafts) for shard, drafts in pairs]
     needs = [[], [], []]
     for slot, (shard, drafts) in enumerate(pairs):
         needs[shard].append(RowNeed(slot, 1, drafts))
-    expected = plan_shards(needs, sizes=sizes, plain_size=plain_size)
+    expected = plan_shards(needs, sizes=sizes)
     slots = np.arange(len(pairs), dtype=np.int32)
     shards, drafts = np.array(pairs, np.int32).T
-    plan = plan_decoding(slots, drafts, shards, sizes=sizes, plain_size=plain_size)
+    plan = plan_decoding(slots, drafts, shards, sizes=sizes)
     for name in ("size", "is_plain", "holds_prompts"):
         assert getattr(plan, name) == getattr(expected, name)
     for name in ("slots", "num_tokens", "num_drafts", "draws"):
@@ -121,7 +139,7 @@ def test_every_prompt_is_read_in_the_end():
     rng, left, steps = np.random.default_rng(0), 1000, 0
     while left:
         others = [RowNeed(1 + i, int(rng.integers(2, 60)), 0) for i in range(6)]
-        plan = plan_step([RowNeed(0, max(left, 2), 0), *others], sizes=SIZES, plain_size=None)
+        plan = plan_step([RowNeed(0, max(left, 2), 0), *others], sizes=SIZES)
         left -= min(tokens(plan)[0][0], left)
         steps += 1
     assert steps == pytest.approx(1000 / 32, abs=1)
@@ -131,7 +149,7 @@ UPPER = {16: 8, 64: 12}
 
 
 def plan_resting(*needs):
-    return plan_shards([needs], sizes=SIZES, plain_size=4, upper_sizes=UPPER)
+    return plan_shards([needs], sizes=PLAIN, upper_sizes=UPPER)
 
 
 def test_who_may_rest_does_beside_who_decodes():
@@ -157,7 +175,7 @@ def test_nobody_rests_where_an_older_prompt_needs_all_layers():
 def test_data_shards_rest_together_or_not_at_all():
     """They run one program."""
     resting = [RowNeed(0, 500, 0, draws=False, rests=True)]
-    options = {"sizes": SIZES, "plain_size": None, "upper_sizes": UPPER}
+    options = {"sizes": SIZES, "upper_sizes": UPPER}
     assert plan_shards([resting, [RowNeed(8, 9, 0)]], **options).upper_size == 12
     plan = plan_shards([resting, [RowNeed(8, 30, 0)]], **options)
     assert plan.upper_size is None
@@ -180,7 +198,7 @@ def test_a_prompt_of_32768_tokens_costs_at_most_0_6_of_all_layers(sizes):
         pending = count - length if part is None else part
         need = RowNeed(0, pending, 0, draws=part is None, rests=rests)
         plans = [
-            plan_shards([[need]], sizes=sizes[: n + 1], plain_size=None, upper_sizes=uppers)
+            plan_shards([[need]], sizes=sizes_of(*sizes[: n + 1]), upper_sizes=uppers)
             for n in range(len(sizes))
         ]
         plan = min(plans, key=lambda plan: (plan.size / plan.rows.num_tokens.sum(), -plan.size))

@@ -1,0 +1,90 @@
+"""StepSizes: the shapes that steps have, each of which is a program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from dsv4_jax.serving.options import EngineOptions
+
+_BATCH_SIZES = (1, 8, 32, 128, 512)
+"""Requests, for which decode steps on a GPU have programs of their own if nobody says otherwise."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSizes:
+    """Tokens of steps on a data shard, whoever takes part; each in ascending order.
+
+    Attributes:
+      prompts: of steps that hold prompt tokens.
+      decoding: of steps in which every request only decodes.
+      is_plain: the latter run one token of each request, by a program that does nothing else.
+    """
+
+    prompts: tuple[int, ...]
+    decoding: tuple[int, ...]
+    is_plain: bool
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """Those of either kind, in ascending order."""
+        return tuple(sorted({*self.prompts, *self.decoding}))
+
+    def first(self, count: int) -> StepSizes:
+        """The same with the first `count` sizes of steps that hold prompt tokens."""
+        return dataclasses.replace(self, prompts=self.prompts[:count])
+
+    def holding(self, num_tokens: int, *, prompts: bool) -> int:
+        """The smallest size that holds so many tokens, of steps with prompt tokens or without."""
+        sizes = self.prompts if prompts else self.decoding
+        return next(size for size in sizes if size >= num_tokens)
+
+
+def find_sizes(options: EngineOptions, *, max_requests: int, on_gpu: bool) -> StepSizes:
+    """The shapes that steps have on a data shard, which serves so many requests.
+
+    Args:
+      options: those of the engine.
+      max_requests: requests of a data shard.
+      on_gpu: decode steps have programs of their own, of several sizes if nobody says otherwise.
+
+    Raises:
+      ValueError: the largest does not hold a token of every request, or there are sizes of decode
+        steps for more requests than that.
+    """
+    given = options.prefill_tokens
+    if given is None:
+        given = (64, 256) if max_requests <= 256 else (64, 256, max_requests)
+    prompts, width = set(given), options.draft_tokens + 1
+    if options.decode_tokens is not None:
+        prompts.add(options.decode_tokens)
+    elif options.draft_tokens:
+        prompts.add(max_requests * width)
+    if max(prompts) < max_requests:
+        raise ValueError(
+            "the largest of prefill_tokens and decode_tokens must be at least "
+            f"max_requests={max_requests}, got {sorted(prompts)}"
+        )
+    batches = _batch_sizes(options, max_requests, on_gpu=on_gpu)
+    decoding, is_plain = {count * width for count in batches}, not options.draft_tokens
+    if options.decode_tokens is not None:
+        decoding, is_plain = prompts, False
+    elif options.draft_tokens and not on_gpu:  # of programs that are there anyway
+        decoding |= {size for size in prompts if size < max_requests * width}
+    return StepSizes(
+        prompts=tuple(sorted(prompts)), decoding=tuple(sorted(decoding)), is_plain=is_plain
+    )
+
+
+def _batch_sizes(options: EngineOptions, max_requests: int, *, on_gpu: bool) -> Sequence[int]:
+    """Requests for which a decode step has room, of which the most is all of them."""
+    given = options.decode_batch_sizes
+    if given is None:
+        given = _BATCH_SIZES if on_gpu else ()
+        return (*(count for count in given if count < max_requests), max_requests)
+    if given[-1] > max_requests:
+        raise ValueError(
+            f"decode_batch_sizes must be at most max_requests={max_requests}, which a data shard "
+            f"has, got {list(given)}; leave the larger ones out"
+        )
+    return (*given, max_requests)
