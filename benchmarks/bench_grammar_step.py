@@ -177,7 +177,7 @@ class HostTime:
             result = call(*arguments, **options)
             if name == "read":
                 self._read_s = time.perf_counter()
-            elif self._read_s is not None and not options.get("only_trunk"):
+            elif self._read_s is not None and not options.get("is_plain"):
                 self.ms.append(1e3 * (time.perf_counter() - self._read_s))
                 self._read_s = None
             return result

@@ -94,6 +94,9 @@ class SimulatedArrays:
         output = ServeOutput(columns=columns.astype(np.int32), logprobs=None, draft_tokens=0)
         self._outputs.append((output, self._free_s))
 
+    def launch_draw(self, *, is_simple, wants_logprobs):
+        """Its time is in that of the step."""
+
     def is_ready(self, back):
         _, end_s = self._outputs[-1 - back]
         return self._clock.now >= end_s

@@ -18,7 +18,7 @@ from dsv4_jax.serving.schedule.scheduler import StepPlan
 type Job = tuple[str, Callable[[], object]]
 """A name, and what compiles a program and runs it idle."""
 
-_OF_PROGRAMS = ("is_plain", "only_decodes", "is_simple", "only_trunk", "activations")
+_OF_PROGRAMS = ("is_plain", "only_decodes", "is_simple", "activations")
 """Options of a launch by which steps of one size have several programs."""
 
 

@@ -42,12 +42,7 @@ from dsv4_jax.step.decode_steps import jit_plain_decode_steps, jit_serve_rounds
 from dsv4_jax.step.draws import DrawnCounts, TokenMasks
 from dsv4_jax.step.plain_step import RowLogits, jit_plain_draw, jit_plain_trunk
 from dsv4_jax.step.sampling import FullSampling
-from dsv4_jax.step.serve_step import (
-    jit_plain_decode_step,
-    jit_save_reached,
-    jit_serve_round,
-    jit_serve_step,
-)
+from dsv4_jax.step.serve_step import jit_save_reached, jit_serve_round, jit_serve_step
 from dsv4_jax.step.serve_values import ServeInput, ServeOutput
 
 _COMPILED_AT_ONCE = 4
@@ -151,10 +146,12 @@ class EngineArrays:
         is_simple: bool,
         activations: str,
         wants_logprobs: bool,
-        only_trunk: bool = False,
         only_compiles: bool = False,
     ) -> None:
         """Launches a step, or several; `read` waits for what they give.
+
+        A plain step is launched as far as its draws, which `launch_draw` does, whatever its size.
+        Nothing but `set_masks` and `save` may come between.
 
         Args:
           step_input: as in `ServeInput`; `LAST_DRAWN` and so on are what the step before gave.
@@ -164,44 +161,40 @@ class EngineArrays:
           num_steps: the same, of a call of several steps; None is one step.
           least_survival: as in `ServeInput`.
           upper: the same.
-          is_plain: takes `plain_decode_step`, or `plain_decode_steps`; else `serve_step`, or
+          is_plain: takes `plain_trunk`, or `plain_decode_steps`; else `serve_step`, or
             `serve_rounds`.
           only_decodes: no row reads its prompt; takes `jit_serve_round` for `jit_serve_step`.
           is_simple: no row asks for more than `Sampling` says.
           activations: as in `decode_step`.
           wants_logprobs: brings log-probabilities from the device; else they are None.
-          only_trunk: launches `plain_trunk` of a plain step. Nothing but `set_masks` and `save` may
-            come before `launch_draw`, which does the rest.
           only_compiles: launches nothing, but begins to compile the program, beside those that were
             begun before; see `finish_compiling`.
         """
-        plan = self._plan
         fields: dict[str, Any] = {"num_checked": num_checked, "next_token_ids": next_token_ids}
         fields |= {"step_input": step_input, "snapshots": snapshots, "num_steps": num_steps}
         fields |= {"least_survival": least_survival, "upper": upper}
-        settings = {"sampling": self._sampling, "counts": self._counts, "masks": self._masks}
-        if is_simple:
-            settings = {"sampling": self._sampling.simplified()}
-        serve_input = ServeInput(**settings, **self._bring_input(fields))
+        brought = self._bring_input(fields)
         static: dict[str, Any] = {"activations": activations}
-        pools, single, several = (self.cache,), jit_plain_decode_step, jit_plain_decode_steps
-        if not is_plain:
-            pools, several = (self.cache, self.store), jit_serve_rounds
-            single = jit_serve_round if only_decodes else jit_serve_step
-            static["draft_tokens"] = plan.draft_tokens
-        program = single if num_steps is None else several
-        if num_steps is not None:
-            static["num_steps"] = plan.steps_per_call
-        arguments = *pools, serve_input, self.last
-        if only_trunk:
-            program = jit_plain_trunk
-            arguments = self.cache, serve_input.step_input, self.last
+        is_trunk = is_plain and num_steps is None
+        if is_trunk:
+            program, arguments = jit_plain_trunk, (self.cache, brought["step_input"], self.last)
+        else:
+            serve_input = self._serve_input(None if is_simple else self._masks, is_simple)
+            pools, program = (self.cache,), jit_plain_decode_steps
+            if not is_plain:
+                pools, program = (self.cache, self.store), jit_serve_rounds
+                static["draft_tokens"] = self._plan.draft_tokens
+            if num_steps is None:
+                program = jit_serve_round if only_decodes else jit_serve_step
+            else:
+                static["num_steps"] = self._plan.steps_per_call
+            arguments = *pools, serve_input, self.last
         if only_compiles:
             self._begin_compiling(program, arguments, static)
             return
         if self._hosts is not None:
             self._hosts.waits()
-        if only_trunk:
+        if is_trunk:
             self.cache, self.undrawn = self.launcher(program, *arguments, **static)
             if self._waits:
                 jax.block_until_ready((self.cache, self.undrawn))
@@ -223,12 +216,16 @@ class EngineArrays:
         # Who kept the logits would have the next ones lie elsewhere.
         rows, self.undrawn = self.undrawn, None
         assert rows is not None, "a trunk comes first"
-        settings = {"sampling": self._sampling, "counts": self._counts}
-        if is_simple:
-            settings = {"sampling": self._sampling.simplified()}
-        serve_input = ServeInput(masks=self._masks, **settings, **self._input[1])
+        serve_input = self._serve_input(self._masks, is_simple)
         output = jit_plain_draw(rows, serve_input, self.last, config=self._plan.config)
         self._show(output, wants_logprobs=wants_logprobs)
+
+    def _serve_input(self, masks: TokenMasks | None, is_simple: bool) -> ServeInput:
+        """What was brought last, with the settings of all draws or of simple ones."""
+        if is_simple:
+            return ServeInput(sampling=self._sampling.simplified(), masks=masks, **self._input[1])
+        settings = {"sampling": self._sampling, "counts": self._counts}
+        return ServeInput(**settings, masks=masks, **self._input[1])
 
     def _show(self, output: ServeOutput, *, wants_logprobs: bool) -> None:
         """Keeps what a step gave for the next one, and begins to bring a copy to the host."""

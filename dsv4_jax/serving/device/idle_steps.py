@@ -17,13 +17,11 @@ class IdleStep(NamedTuple):
       name: what it is called where warm-up tells of it.
       plan: its sizes.
       is_simple: it takes the program of simple draws.
-      only_trunk: its draws are a program of their own.
     """
 
     name: str
     plan: StepPlan
     is_simple: bool = False
-    only_trunk: bool = False
 
     def nobody(self) -> Running:
         """The requests that it serves, none."""
@@ -50,14 +48,13 @@ def idle_steps(engine: EnginePlan, *, has_both_forms: bool, simplifies: bool) ->
             steps.append(IdleStep(name_of(idle), idle))
     for size in sizes.decoding:
         idle = StepPlan.idle(size, is_plain=sizes.is_plain)
-        name = name_of(idle) if sizes.is_plain else f"{name_of(idle)} without prompts"
-        takes_apart = sizes.is_plain and size < engine.pools.max_requests
-        if not takes_apart and (sizes.is_plain or has_both_forms or simplifies):
+        name = f"{name_of(idle)} without prompts"
+        if sizes.is_plain:
+            steps.append(IdleStep(name_of(idle), idle))
+        elif has_both_forms or simplifies:
             steps.append(IdleStep(name, idle))
-        if not takes_apart and simplifies:
+        if simplifies and not sizes.is_plain:
             steps.append(IdleStep(f"{name}, simple draws", idle, True))
-        if takes_apart or (sizes.is_plain and draws_apart(engine)):
-            steps.append(IdleStep(f"{name}, draws apart", idle, only_trunk=True))
         if several > 1:
             idle = StepPlan.idle(size, is_plain=sizes.is_plain, num_steps=several)
             steps.append(IdleStep(name_of(idle), idle, simplifies))
@@ -70,8 +67,3 @@ def name_of(plan: StepPlan) -> str:
     steps = kind if plan.num_steps == 1 else f"{plan.num_steps} {kind}s"
     by_all = f", {plan.upper_size} by all layers" if plan.upper_size else ""
     return f"{steps} of {plan.size} tokens{by_all}"
-
-
-def draws_apart(engine: EnginePlan) -> bool:
-    """Whether steps that only decode may be launched before it is known what they may draw."""
-    return engine.grammars and engine.overlap and engine.step_sizes.is_plain

@@ -153,7 +153,7 @@ class StepRunner:
         lengths: np.ndarray,
         boundaries: Sequence[Boundary],
         is_fed: np.ndarray | None = None,
-        only_trunk: bool = False,
+        draws_later: bool = False,
     ) -> Callable[[], StepResult] | None:
         """Launches one step, with the masks that were brought last.
 
@@ -163,22 +163,22 @@ class StepRunner:
           lengths: i32[NS], tokens of each slot before the step; of slots that are fed, at least.
           boundaries: what to keep; none in a plain step, see `save`.
           is_fed: bool[NS], slots whose tokens are what the step before drew; None is no slot.
-          only_trunk: launches a plain step as far as its draws, which are left to `run_draws`.
+          draws_later: leaves the draws of a plain step to `run_draws`.
 
         Returns:
           What waits for the step's result; None if that is left too.
         """
-        # Sizes below the largest share the programs of draws.
-        is_small = plan.is_plain and plan.num_steps == 1 and plan.size < self.plan.max_requests
-        launch = self._prepare(plan, running, lengths, boundaries, is_fed, only_trunk or is_small)
+        launch = self._prepare(plan, running, lengths, boundaries, is_fed)
         if self._lines.knows_all:
             launch()
         else:
             with self._lines.of_first(plan, launch.keywords, self._all_steps):
                 launch()
-        if only_trunk:
+        if draws_later:
             return None
-        return self._launch_draw(plan, running) if is_small else self._reader_of_last()
+        if plan.draws_apart:
+            self._launch_draw(running, wants_logprobs=launch.keywords["wants_logprobs"])
+        return self._reader_of_last()
 
     def run_draws(
         self, plan: StepPlan, running: Running, is_alive: np.ndarray
@@ -197,14 +197,13 @@ class StepRunner:
           DrawError: a request's grammar failed; nothing was changed.
         """
         self.bring_masks(itertools.compress(plan.rows, is_alive), running)
-        return self._launch_draw(plan, running)
-
-    def _launch_draw(self, plan: StepPlan, running: Running) -> Callable[[], StepResult]:
-        """`run_draws` with the masks that were brought last."""
-        is_simple = self.simplifies and running.draws_simply
-        wants_logprobs = running.logprobs_are_wanted(plan.rows)
-        self.devices.launch_draw(is_simple=is_simple, wants_logprobs=wants_logprobs)
+        self._launch_draw(running, wants_logprobs=running.logprobs_are_wanted(plan.rows))
         return self._reader_of_last()
+
+    def _launch_draw(self, running: Running, *, wants_logprobs: bool) -> None:
+        """The draws of a plain step, with the masks that were brought last."""
+        is_simple = self.simplifies and running.draws_simply
+        self.devices.launch_draw(is_simple=is_simple, wants_logprobs=wants_logprobs)
 
     def _prepare(
         self,
@@ -213,7 +212,6 @@ class StepRunner:
         lengths: np.ndarray,
         boundaries: Sequence[Boundary] = (),
         is_fed: np.ndarray | None = None,
-        only_trunk: bool = False,
     ) -> functools.partial[None]:
         """`EngineArrays.launch` of a step, which begins to compile it with `only_compiles`."""
         if self._repeated is not None and plan is self._repeated[0]:
@@ -267,10 +265,9 @@ class StepRunner:
             upper_places(plan, places, self._shards),
             is_plain=plan.is_plain,
             only_decodes=only_decodes,
-            is_simple=only_decodes and running.is_simple,
+            is_simple=only_decodes and running.is_simple and not plan.draws_apart,
             activations=self._prefill_activations if plan.holds_prompts else self._activations,
             wants_logprobs=running.logprobs_are_wanted(plan.rows),
-            only_trunk=only_trunk,
         )
         if plan.is_plain and len(rows) and fed.all() and not running.penalises:
             self._repeated = plan, launch.args, launch.keywords
@@ -336,14 +333,14 @@ class StepRunner:
         """Runs a step in which nobody takes part, or compiles its program."""
         nobody, lengths = step.nobody(), np.zeros(self._num_slots, np.int32)
         self.bring_masks(step.plan.rows, nobody)
-        launch = self._prepare(step.plan, nobody, lengths, only_trunk=step.only_trunk)
+        launch = self._prepare(step.plan, nobody, lengths)
         if only_compiles:
             launch(only_compiles=True)
             return
         # A program of all draws, and where there is one that of simple draws.
-        for is_simple in (False, True)[: 1 + (step.only_trunk and self.simplifies)]:
+        for is_simple in (False, True)[: 1 + (step.plan.draws_apart and self.simplifies)]:
             launch()
-            if step.only_trunk:
+            if step.plan.draws_apart:
                 self.devices.launch_draw(is_simple=is_simple, wants_logprobs=not is_simple)
             self._reader_of_last()()
 

@@ -128,7 +128,7 @@ class StepPlan:
     Attributes:
       rows: what it runs.
       size: T, tokens of the step's shape, of one data shard.
-      is_plain: one token of each row, by the program that does nothing else.
+      is_plain: one token of each row, by programs that do nothing else.
       holds_prompts: some of its tokens are of requests that wait for more than one.
       num_steps: steps of the call; 1, or what a call of several makes.
       upper_size: U, tokens that its upper layers run, of a data shard: those of rows that do not
@@ -154,6 +154,11 @@ class StepPlan:
     ) -> StepPlan:
         """A step without rows."""
         return cls(StepRows.of(()), size, is_plain, holds_prompts, num_steps, upper_size)
+
+    @property
+    def draws_apart(self) -> bool:
+        """Its draws are a program of their own, which steps of all sizes share."""
+        return self.is_plain and self.num_steps == 1
 
 
 @dataclasses.dataclass(frozen=True)

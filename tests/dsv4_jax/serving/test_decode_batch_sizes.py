@@ -99,9 +99,7 @@ def test_every_setting_draws_as_in_a_step_of_all(asked, monkeypatch):
 def test_warmup_compiles_every_size():
     engine = engine_of(1, 2)
     names = [name for name, _ in engine.warmup()]
-    assert [f"decode step of {size} tokens, draws apart" in names for size in (1, 2, 4)] == [
-        True
-    ] * 3
+    assert {f"decode step of {size} tokens" for size in (1, 2, 4)} <= set(names)
     before, rng = engine.metrics.compiles, np.random.default_rng(2)
     run_to_end(engine, *[engine.submit(prompt(rng, n), **LONG) for n in (3, 140, 20)])
     assert engine.metrics.compiles == before

@@ -6,7 +6,6 @@ an engine whose steps wait for each other.
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import random
 
@@ -17,8 +16,6 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.serving import Grammar
 from dsv4_jax.serving.device import engine_arrays
-from dsv4_jax.serving.device.idle_steps import idle_steps
-from dsv4_jax.serving.step_sizes import StepSizes
 from dsv4_jax.step.serve_values import ServeOutput
 from helpers import failing_grammars, slow
 from helpers.interrupts import Interrupt, Lines
@@ -95,14 +92,13 @@ class Obedient:
     def is_ready(self, back):
         return True
 
-    def launch(
-        self, step_input, snapshots, checked, nexts, num_steps=None, *_, only_trunk=False, **__
-    ):
+    def launch(self, step_input, snapshots, checked, nexts, num_steps=None, *_, is_plain, **__):
         assert self._counts is None
-        self.happened.append("trunk" if only_trunk else "step" if num_steps is None else "steps")
+        is_trunk = is_plain and num_steps is None
+        self.happened.append("trunk" if is_trunk else "step" if num_steps is None else "steps")
         rows = step_input.request_ids
         self._counts = np.bincount(rows[rows >= 0], minlength=len(self._lengths))
-        if not only_trunk:
+        if not is_trunk:
             self._draw(np.minimum(self._counts, 1) if num_steps is None else num_steps)
 
     def launch_draw(self, *, is_simple, wants_logprobs):
@@ -167,7 +163,7 @@ def wanted():
     """What requests get alone where each step is read before the next is launched."""
     engine, device = obedient_engine(overlap=False)
     done = [run_to_end(engine, submit(engine, number, logprobs=None))[0] for number in range(7)]
-    assert set(device.happened) == {"masks", "step", "read"}
+    assert set(device.happened) == {"masks", "step", "trunk", "draws", "read"}
     return done
 
 
@@ -189,7 +185,7 @@ def test_a_trunk_is_launched_before_its_mask_is_asked_for():
 
 
 def test_neighbours_wait_for_nobody_either():
-    """Nor do those with penalties; without a grammar a step is one launch again."""
+    """Nor do those with penalties; without a grammar nothing comes between trunk and draws."""
     engine, device = obedient_engine()
     free = [submit(engine, number) for number in (1, 3)]
     bound = engine.submit([7] * 9, grammar=LETTERS, max_new_tokens=12)
@@ -197,7 +193,10 @@ def test_neighbours_wait_for_nobody_either():
     assert device.happened[: 2 + 11 * len(ROUND)] == ["masks", "step", *ROUND * 11]
     device.happened.clear()
     assert run_to_end(engine, *free) == [wanted()[number] for number in (1, 3)]
-    assert set(device.happened) == {"step", "read"}
+    trunks = [n for n, name in enumerate(device.happened) if name == "trunk"]
+    assert trunks
+    assert {device.happened[n + 1] for n in trunks} == {"draws"}
+    assert "masks" not in device.happened
 
 
 @pytest.mark.parametrize("number", [2, 3])
@@ -327,22 +326,10 @@ def test_calls_of_several_steps_come_back_when_the_grammar_has_ended():
     engine, device = obedient_engine(steps_per_call=4)
     ids = [submit(engine, number) for number in (1, 2)]
     assert run_to_end(engine, *ids) == [wanted()[number] for number in (1, 2)]
-    last = len(device.happened) - device.happened[::-1].index("draws")
+    last = len(device.happened) - device.happened[::-1].index("masks")
     assert device.happened[:last].count("trunk") > 9
     assert "steps" not in device.happened[:last]
     assert device.happened[last:].count("steps") > 1
-
-
-ONE_SIZE = StepSizes(prompts=(BUCKET,), decoding=(BUCKET,), is_plain=False)
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"grammars": False}, {"overlap": False}, {"step_sizes": ONE_SIZE}]
-)
-def test_programs_of_draws_apart_are_there_where_they_can_be_needed(changes):
-    plan = dataclasses.replace(make_engine().plan, **changes)
-    steps = idle_steps(plan, has_both_forms=False, simplifies=True)
-    assert any(step.only_trunk for step in steps) == (not changes)
 
 
 def count_draws(engine, monkeypatch):
@@ -369,16 +356,24 @@ def submit_short(engine):
 
 
 @pytest.mark.slow
-def test_a_real_step_in_two_programs_draws_what_one_draws(monkeypatch):
-    """To the bit, log-probabilities too."""
+def test_a_real_step_draws_the_same_whenever_its_draws_are_launched(monkeypatch):
+    """With its trunk, or when the step before was read; to the bit, log-probabilities too."""
     done = []
     for overlap in (True, False):
-        engine = make_engine(overlap=overlap)
-        launched = count_draws(engine, monkeypatch)
+        engine, later = make_engine(overlap=overlap), []
+        run_draws = engine.loop.runner.run_draws
+        note = functools.partial(note_call, run_draws, later)
+        monkeypatch.setattr(engine.loop.runner, "run_draws", note)
         done.append(run_to_end(engine, *submit_short(engine)))
-        assert (len(launched) > 20) == overlap
+        assert (len(later) > 20) == overlap
         assert not engine.verify().problems
     assert done[0] == done[1]
+
+
+def note_call(function, noted, *arguments):
+    """Calls the function, and notes its first argument."""
+    noted.append(arguments[0])
+    return function(*arguments)
 
 
 @pytest.mark.slow
@@ -402,7 +397,11 @@ def test_nothing_that_the_two_programs_are_given_moves(monkeypatch):
 
     monkeypatch.setattr(arrays, "launcher", launch)
     monkeypatch.setattr(engine_arrays, "jit_plain_draw", draw_them)
-    run_to_end(engine, *submit_short(engine))
+    ids = submit_short(engine)
+    for _ in range(3):  # the first are given tokens, and then settings of who has come
+        engine.step()
+    places.clear()
+    run_to_end(engine, *ids)
     assert [len(places[one]) for one in (engine_arrays.jit_plain_trunk, draw)] == [1, 1]
 
 
@@ -440,7 +439,7 @@ def test_tokens_are_those_of_the_program_of_prompts(engines):
 @pytest.mark.slow
 def test_nothing_compiles_when_the_first_answer_follows_a_grammar(engines):
     engine, _ = engines
-    assert "decode step of 4 tokens, draws apart" in dict(engine.warmup())
+    assert "decode step of 4 tokens" in dict(engine.warmup())
     compiled = engine.metrics.compiles
     run_to_end(engine, *(submit(engine, number, salt="warm") for number in range(7)))
     assert engine.metrics.compiles == compiled

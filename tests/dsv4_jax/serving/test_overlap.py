@@ -106,15 +106,19 @@ def test_steps_of_simple_draws_are_taken_where_no_request_asks_for_more(monkeypa
     for simplifies in (False, True):
         engine = make()
         engine.loop.runner.simplifies = simplifies
-        step, simple = engine.loop.runner.devices.launch, []
+        devices, simple = engine.loop.runner.devices, []
 
-        def note(*arrays, step=step, simple=simple, engine=engine, **static):
-            running = engine.loop.queue.running.values()
-            asks = {request.sampling.top_k for request in running}
-            simple.append((static["is_simple"], asks))
-            return step(*arrays, **static)
+        def noted(launch, simple=simple, engine=engine):
+            def note(*arrays, **static):
+                running = engine.loop.queue.running.values()
+                asks = {request.sampling.top_k for request in running}
+                simple.append((static["is_simple"], asks))
+                return launch(*arrays, **static)
 
-        monkeypatch.setattr(engine.loop.runner.devices, "launch", note)
+            return note
+
+        for name in ("launch", "launch_draw"):
+            monkeypatch.setattr(devices, name, noted(getattr(devices, name)))
         ids = [
             engine.submit(text, max_new_tokens=end, stop_token_ids=(), **asked)
             for text, end, asked in zip(texts, ends, settings, strict=True)

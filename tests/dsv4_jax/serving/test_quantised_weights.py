@@ -53,8 +53,10 @@ class Calls:
 
     def __init__(self, engine):
         self.forms, self.results, self.simple, self.begun = [], [], [], []
+        self.drawn_simply = []
         self.num_slots = engine.loop.runner.plan.max_requests
         engine.loop.runner.devices.launch = self.launch
+        engine.loop.runner.devices.launch_draw = self.launch_draw
         engine.loop.runner.devices.finish_compiling = lambda: self.begun
         engine.loop.runner.devices.read = lambda back: self.results[-1 - back]
 
@@ -69,6 +71,9 @@ class Calls:
         no_drafts = np.zeros((self.num_slots, 0), np.int32)
         drawn = np.full((self.num_slots, 1), 5, np.int32)
         self.results.append(ServeOutput.of(drawn, counts, no_drafts, None))
+
+    def launch_draw(self, *, is_simple, wants_logprobs):
+        self.drawn_simply.append(is_simple)
 
 
 def engine_of(weights=None, **options):
@@ -130,12 +135,12 @@ def test_on_a_gpu_decode_steps_are_compiled_for_simple_draws_too():
         engine.loop.runner.simplifies = True
         engine.warmup()
         plain = (is_plain for is_plain, _ in calls.forms)
-        return list(zip(plain, calls.simple, strict=True))
+        return list(zip(plain, calls.simple, strict=True)), calls.drawn_simply
 
-    prompts, decoding = (False, False), (True, False)
-    assert programs() == [prompts, decoding, (True, True)]
+    prompts, trunk = (False, False), (True, False)
+    assert programs() == ([prompts, trunk, trunk], [False, True])
     for forms in ({}, {"prefill_activations": "bfloat16"}):
-        assert programs(decode_tokens=8, **forms) == [prompts, (False, False), (False, True)]
+        assert programs(decode_tokens=8, **forms) == ([prompts, (False, False), (False, True)], [])
 
 
 @pytest.mark.parametrize("name", ["activations", "prefill_activations"])

@@ -16,7 +16,7 @@ from helpers.serving import single_steps
 pytestmark = [pytest.mark.unoptimised, pytest.mark.slow]
 
 PACKAGE = str(pathlib.Path(ds.__file__).parent)
-CALLS, FRAMES = 100, 8
+CALLS, FRAMES = 106, 8
 
 
 @functools.cache

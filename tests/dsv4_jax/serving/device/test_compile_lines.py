@@ -14,7 +14,7 @@ PROMPTS = StepPlan.idle(24, holds_prompts=True)
 DECODES = StepPlan.idle(4, is_plain=True)
 STEPS = [IdleStep(name_of(plan), plan) for plan in (PROMPTS, DECODES)]
 OPTIONS = {
-    "is_plain": False, "only_decodes": False, "is_simple": False, "only_trunk": False,
+    "is_plain": False, "only_decodes": False, "is_simple": False,
     "activations": "fp8", "wants_logprobs": False,
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ CASES = {
     ),
     "simple draws": (  # which an engine on a GPU has
         {"draft_tokens": 0, "decode_tokens": None},
-        ["decode step of 4 tokens", "decode step of 4 tokens, simple draws", "verification"],
+        ["decode step of 4 tokens", "verification"],
     ),
     "drafts, debugged": ({"debug": True}, ["verification"]),
 }
