@@ -47,7 +47,7 @@ class ServingLoop:
     is forgotten.
 
     Attributes:
-      runner: the device's side.
+      plan: sizes of the engine; `runner`: the device's side.
       queue: who waits and who runs.
       metrics: counters; `options`: the engine's.
       flight: the step that was launched and not handed out; None if there is none.
@@ -80,7 +80,7 @@ class ServingLoop:
         """
         self.runner, self.metrics, self.clock = runner, metrics, clock
         self.pace = Pace(plan, metrics)
-        self._plan, self.options, self.texts, self._undo = plan, plan.options, texts, undo
+        self.plan, self.options, self.texts, self._undo = plan, plan.options, texts, undo
         self.seals: Seals | tuple[Seals, ...] | None = None
         self._evicted_before, self._returns = (0, 0), True
         self.alone: Request | None = None
@@ -162,7 +162,7 @@ class ServingLoop:
             self._count_evicted()
             return []
         following, was_read = None, flight.result is not None
-        if self._plan.overlap and alone is None and not was_read:
+        if self.plan.overlap and alone is None and not was_read:
             try:
                 outlook = self.look_ahead(flight)
                 following = None if outlook is None else self._launch(outlook, flight)
@@ -202,10 +202,10 @@ class ServingLoop:
         """Shards without requests, and copies to the host where there are any."""
         runner = self.runner
         kinds = {"cache_format": runner.cache_format, "poison": self.options.debug}
-        shards = DataShards.planned(self._plan.data_shards, runner.config, runner.plan, **kinds)
+        shards = DataShards.planned(self.plan.data_shards, runner.config, runner.plan, **kinds)
         calls = {"apply": lambda: self.tell(self.flight, self._reading)}
         calls |= {"clock": self.clock, "metrics": self.metrics}
-        self.host = make_host_copies(self._plan, runner.devices, shards, self.host, **calls)
+        self.host = make_host_copies(self.plan, runner.devices, shards, self.host, **calls)
         return shards
 
     def tell(self, *flights: Flight | None) -> None:
@@ -264,7 +264,7 @@ class ServingLoop:
             return None
         lengths, draft_tokens = self.queue.shards.length_tokens, self.options.draft_tokens
         outlook = look(running, lengths, flight, draft_tokens=draft_tokens)
-        is_plain = self._plan.step_sizes.is_plain
+        is_plain = self.plan.step_sizes.is_plain
         waits = running.is_constrained and not is_plain and outlook.waits.any()
         if waits or not outlook.goes_on.any() or not self.queue.reserve_ahead(outlook.num_known):
             return None
@@ -281,7 +281,7 @@ class ServingLoop:
             plan, places = flight.plan, flight.places
         else:
             several = self.options.steps_per_call > 1 and runner.makes_several_steps(running)
-            plan, places = make_plan(outlook, self._plan, self.pace, makes_several=several)
+            plan, places = make_plan(outlook, self.plan, self.pace, makes_several=several)
         launched_s, load = self.clock(), None
         if plan.holds_prompts:
             load = CallLoad.of(plan, outlook.lengths[places])

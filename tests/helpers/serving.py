@@ -81,6 +81,7 @@ def limit(engine, **counts):
     """Fewer blocks or snapshots than the arrays have, so that no program is compiled for it."""
     engine.loop.runner.plan = dataclasses.replace(engine.loop.runner.plan, **counts)
     engine.plan = dataclasses.replace(engine.plan, pools=engine.loop.runner.plan)
+    engine.loop.plan = engine.plan
     engine.limits = engine.limits._replace(plan=engine.plan.pools)
     engine.loop.queue.shards = engine.loop.new_shards()
     return engine

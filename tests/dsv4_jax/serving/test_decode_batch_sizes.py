@@ -49,7 +49,7 @@ def test_a_step_has_the_smallest_size_that_holds_who_decodes(overlap, monkeypatc
     """Requests come and end at different times; what one size drew feeds the next."""
     engine, plain = of_three_sizes(), of_one_size()
     plan = dataclasses.replace(engine.plan, overlap=overlap)
-    monkeypatch.setattr(engine.loop, "_plan", plan)
+    monkeypatch.setattr(engine.loop, "plan", plan)
     made, rng = sizes_of(engine, monkeypatch), np.random.default_rng(0)
     texts = [prompt(rng, length) for length in (5, 19, 3, 11)]
     settings = [LONG | {"max_new_tokens": 4 + 5 * n, "seed": n, "temperature": n % 2}
