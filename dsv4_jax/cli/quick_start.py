@@ -39,9 +39,9 @@ def one_shape(args: argparse.Namespace, max_requests: int) -> dict[str, Any]:
       args: with the options of `add_engine_options`, drafts settled.
       max_requests: requests at once on a data shard.
     """
-    prefill_tokens = getattr(args, "prefill_tokens", None)
+    asked = [getattr(args, name, None) for name in ("prefill_tokens", "decode_batch_sizes")]
     other_rows = args.prefill_activations not in (None, args.activations)
-    if prefill_tokens is not None or args.steps_per_call > 1 or other_rows:
+    if asked != [None, None] or args.steps_per_call > 1 or other_rows:
         return {}
     if not starts_quickly(args.checkpoint):
         return {}

@@ -168,6 +168,7 @@ def _one_size(args: argparse.Namespace) -> int:
         "--draft-tokens": args.draft_tokens > 0,
         "--prefill-activations": args.prefill_activations not in (None, args.activations),
         "--prefill-tokens of several sizes": len(args.prefill_tokens or ()) > 1,
+        "--decode-batch-sizes": args.decode_batch_sizes is not None,
     }
     if given := [name for name, is_given in several.items() if is_given]:
         raise ValueError(

@@ -11,19 +11,23 @@ from dsv4_jax.serving.options import EngineOptions
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="of a machine without a GPU")
 
 
+seen_batch_sizes = []
+
+
 @pytest.fixture
 def built(monkeypatch):
     """What an engine is asked for, whatever command asks."""
     seen = []
+    seen_batch_sizes.clear()
 
     def build(args, folder, config, **fields):
         options = chosen_fields(args, EngineOptions) | fields
         seen.append((options.get("prefill_tokens"), options.get("decode_tokens")))
+        seen_batch_sizes.append(options.get("decode_batch_sizes"))
         raise ValueError("enough")
 
     for module in (generate, serve):
         monkeypatch.setattr(module, "build_engine", build)
-    monkeypatch.setattr(serve, "needs_serve_extra", lambda: pytest.importorskip("uvicorn"))
     return seen
 
 
@@ -47,6 +51,7 @@ def test_steps_have_one_shape(built, words, sizes):
     [
         ([], ((16,), 16)),
         (["--prefill-tokens", "32"], ([32], None)),
+        (["--decode-batch-sizes", "2"], (None, None)),
         (["--max-requests", "24"], ((24,), 24)),
     ],
 )
@@ -70,8 +75,9 @@ def test_large_models_and_gpus_start_as_they_did(built, monkeypatch, tmp_path):
     assert not quick_start.starts_quickly(str(tmp_path))
     monkeypatch.setattr(quick_start, "has_gpu", lambda: True)
     assert not quick_start.starts_quickly("shipped")
-    assert cli.main(["generate", "shipped", "a"]) == 2
+    assert cli.main(["generate", "shipped", "a", "b"]) == 2
     assert built == [(None, None)]
+    assert seen_batch_sizes == [(2,)]  # one program more is not worth its time there
 
 
 def test_programs_are_compiled_with_fewer_passes(monkeypatch):

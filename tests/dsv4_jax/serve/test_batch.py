@@ -208,6 +208,7 @@ def test_ids_of_the_model_and_of_the_caller_are_their_own():
         ["--steps-per-call", "8"],
         ["--draft-tokens", "1"],
         ["--prefill-tokens", "64,128"],
+        ["--decode-batch-sizes", "2"],
         ["--prefill-activations", "bfloat16", "--activations", "fp8"],
     ],
 )
