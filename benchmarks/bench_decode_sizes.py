@@ -44,7 +44,7 @@ def main():
         )  # fmt: skip
         engine.warmup()
         for requests in args.requests:
-            size = engine.plan.step_sizes.holding(requests, prompts=False)
+            size = engine.plan.step_sizes.warmed_up().holding(requests, prompts=False)
             ms = [milliseconds(engine, requests, args.steps) for _ in range(ROUNDS)]
             print(json.dumps({"requests": requests, "size": size, "ms": ms}), flush=True)
         engine.close()

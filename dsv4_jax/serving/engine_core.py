@@ -64,9 +64,7 @@ class EngineCore:
           plan: sizes of the engine.
           tokenizer: for prompts that are text, and for the text of completions.
         """
-        self.config = config
-        self.params = params
-        self.tokenizer = tokenizer
+        self.config, self.params, self.tokenizer = config, params, tokenizer
         self.metrics = Metrics()
         self.plan = plan
         self._hosts = hosts_of(plan.mesh)
@@ -119,7 +117,9 @@ class EngineCore:
         if self.loop.queue.running:
             raise RuntimeError(f"warmup before requests run; {len(self.loop.queue.running)} do")
         with self.undo:
-            return self.loop.runner.warmup()
+            compiled, pace = self.loop.runner.warmup(), self.loop.pace
+            pace.sizes = pace.sizes.warmed_up()
+            return compiled
 
     @calls.exclusive
     def submit(

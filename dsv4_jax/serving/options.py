@@ -75,8 +75,9 @@ class EngineOptions:
         program, and there is one for all requests in any case. A step takes the smallest that holds
         who decodes, since idle rows take time too. With `max_requests` alone, results of decode
         steps are bit for bit the same however many requests decode; with several they agree within
-        rounding. None is on a GPU 1, 8, 32, 128 and 512, as far as they are less, and elsewhere
-        `max_requests` alone. Not with `decode_tokens`.
+        rounding. None is on a GPU 1, 8, 32, 128 and 512, as far as they are less, once `warmup` has
+        compiled them; before that, and elsewhere, it is `max_requests` alone. Not with
+        `decode_tokens`.
       max_step_ms: the longest that a step with prompts shall take beside requests that decode, 1 to
         600,000. It has the largest of `prefill_tokens` that takes at most so long, as steps were
         seen to take, and by arithmetic before that, but leaves prompts half of itself at least.

@@ -18,17 +18,25 @@ class StepSizes:
     Attributes:
       prompts: of steps that hold prompt tokens.
       decoding: of steps in which every request only decodes.
-      is_plain: the latter run one token of each request, by a program that does nothing else.
+      is_plain: the latter run one token of each request, by programs that do nothing else.
+      after_warmup: more of the latter, which are used once warm-up has compiled them: a step that
+        compiles a smaller program where one is there would take longer than that saves.
     """
 
     prompts: tuple[int, ...]
     decoding: tuple[int, ...]
     is_plain: bool
+    after_warmup: tuple[int, ...] = ()
 
     @property
     def all(self) -> tuple[int, ...]:
         """Those of either kind, in ascending order."""
-        return tuple(sorted({*self.prompts, *self.decoding}))
+        return tuple(sorted({*self.prompts, *self.decoding, *self.after_warmup}))
+
+    def warmed_up(self) -> StepSizes:
+        """The same when warm-up has compiled every program."""
+        decoding = tuple(sorted({*self.decoding, *self.after_warmup}))
+        return dataclasses.replace(self, decoding=decoding, after_warmup=())
 
     def first(self, count: int) -> StepSizes:
         """The same with the first `count` sizes of steps that hold prompt tokens."""
@@ -65,26 +73,28 @@ def find_sizes(options: EngineOptions, *, max_requests: int, on_gpu: bool) -> St
             "the largest of prefill_tokens and decode_tokens must be at least "
             f"max_requests={max_requests}, got {sorted(prompts)}"
         )
-    batches = _batch_sizes(options, max_requests, on_gpu=on_gpu)
-    decoding, is_plain = {count * width for count in batches}, not options.draft_tokens
+    most = max_requests * width
+    decoding, more, is_plain = {most}, set[int](), not options.draft_tokens
     if options.decode_tokens is not None:
         decoding, is_plain = prompts, False
-    elif options.draft_tokens and not on_gpu:  # of programs that are there anyway
-        decoding |= {size for size in prompts if size < max_requests * width}
+    elif options.decode_batch_sizes is not None:
+        _check_batch_sizes(options.decode_batch_sizes, max_requests)
+        decoding |= {count * width for count in options.decode_batch_sizes}
+    elif on_gpu:
+        more = {count * width for count in _BATCH_SIZES if count < max_requests}
+    elif options.draft_tokens:  # of programs that are there anyway
+        decoding |= {size for size in prompts if size < most}
     return StepSizes(
-        prompts=tuple(sorted(prompts)), decoding=tuple(sorted(decoding)), is_plain=is_plain
+        prompts=tuple(sorted(prompts)),
+        decoding=tuple(sorted(decoding)),
+        is_plain=is_plain,
+        after_warmup=tuple(sorted(more)),
     )
 
 
-def _batch_sizes(options: EngineOptions, max_requests: int, *, on_gpu: bool) -> Sequence[int]:
-    """Requests for which a decode step has room, of which the most is all of them."""
-    given = options.decode_batch_sizes
-    if given is None:
-        given = _BATCH_SIZES if on_gpu else ()
-        return (*(count for count in given if count < max_requests), max_requests)
+def _check_batch_sizes(given: Sequence[int], max_requests: int) -> None:
     if given[-1] > max_requests:
         raise ValueError(
             f"decode_batch_sizes must be at most max_requests={max_requests}, which a data shard "
             f"has, got {list(given)}; leave the larger ones out"
         )
-    return (*given, max_requests)

@@ -38,7 +38,7 @@ def idle_steps(engine: EnginePlan, *, has_both_forms: bool, simplifies: bool) ->
       has_both_forms: steps with prompts have other activations than others.
       simplifies: simple draws have programs of their own.
     """
-    sizes, several = engine.step_sizes, engine.steps_per_call
+    sizes, several = engine.step_sizes.warmed_up(), engine.steps_per_call
     steps = []
     for size in sizes.prompts:
         idle = StepPlan.idle(size, holds_prompts=True)

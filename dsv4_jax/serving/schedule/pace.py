@@ -62,6 +62,7 @@ class Pace:
 
     Attributes:
       times: how long steps with prompts take.
+      sizes: those that steps may have now.
     """
 
     def __init__(self, plan: EnginePlan, metrics: Metrics) -> None:
@@ -81,7 +82,7 @@ class Pace:
         # Of the last steps without prompts, by the bits of how many requests decoded.
         self._decode_s: dict[int, collections.deque[float]] = {}
         self._asked = collections.Counter[int]()
-        self._sizes = plan.step_sizes
+        self.sizes = plan.step_sizes
         self._slots = plan.pools.max_requests
         self._metrics = metrics
         self._refused = collections.Counter[int]()
@@ -106,16 +107,16 @@ class Pace:
         def plan_up_to(count: int) -> StepPlan:
             return self._plan(needs, count)
 
-        largest = plan_up_to(len(self._sizes.prompts))
+        largest = plan_up_to(len(self.sizes.prompts))
         if not largest.holds_prompts or self._max_step_s == float("inf"):
             return largest
         decoding = [[need for need in shard if need.decodes] for shard in needs]
         most, bound = max(map(len, decoding)), self.bound_s(sum(map(len, decoding)))
         least = next(
-            (count for count, size in enumerate(self._sizes.prompts, 1) if size >= 2 * most),
-            len(self._sizes.prompts),
+            (count for count, size in enumerate(self.sizes.prompts, 1) if size >= 2 * most),
+            len(self.sizes.prompts),
         )
-        plan, count = largest, self._sizes.prompts.index(largest.size) + 1
+        plan, count = largest, self.sizes.prompts.index(largest.size) + 1
         while count > least and not self._fits(plan, lengths, bound):
             part = self._part_of(plan, count, needs, lengths, bound) if most else None
             if part is not None:
@@ -124,9 +125,9 @@ class Pace:
             count -= 1
             plan = plan_up_to(count)
         if plan is not largest and self._asks(decoding):
-            return plan_shards(decoding, sizes=self._sizes)
+            return plan_shards(decoding, sizes=self.sizes)
         if not most and plan is not largest and not _ends_before_others(plan, largest):
-            plan, count = largest, self._sizes.prompts.index(largest.size) + 1
+            plan, count = largest, self.sizes.prompts.index(largest.size) + 1
         while count > least:  # a shape that is not full may take long for what it reads
             smaller = plan_up_to(count - 1)
             if not self._is_better(smaller, plan, lengths):
@@ -194,7 +195,7 @@ class Pace:
         steps, rest = divmod(whole.tokens, part.tokens)
         total = steps * seconds(part)
         if rest:
-            size = self._sizes.holding(-(-rest // shards), prompts=True)
+            size = self.sizes.holding(-(-rest // shards), prompts=True)
             reach = whole.reach * rest / whole.tokens
             total += seconds(CallLoad(size, rest, reach, part.upper))
         return total < seconds(whole)
@@ -220,7 +221,7 @@ class Pace:
             part = filled(most)
             return self.times.predict(CallLoad.of(part, lengths[part.rows.slots]))
 
-        fills = range(self._sizes.prompts[count - 2] + _FILL_STEP, plan.size, _FILL_STEP)
+        fills = range(self.sizes.prompts[count - 2] + _FILL_STEP, plan.size, _FILL_STEP)
         if not fills or seconds(fills[0]) > bound:
             return None
         return filled(fills[bisect.bisect_right(fills, bound, key=seconds) - 1])
@@ -231,7 +232,7 @@ class Pace:
         """`plan_shards` with the first `count` sizes."""
         return plan_shards(
             needs,
-            sizes=self._sizes.first(count),
+            sizes=self.sizes.first(count),
             most=most,
             upper_sizes=self._upper_sizes,
         )

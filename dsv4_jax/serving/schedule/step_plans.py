@@ -41,7 +41,7 @@ def make_plan(
             shards,
             most_steps=most_steps[wanted],
             steps_per_call=engine.steps_per_call,
-            sizes=engine.step_sizes,
+            sizes=pace.sizes,
         )
     else:
         needs: list[list[RowNeed]] = [[] for _ in range(engine.data_shards)]

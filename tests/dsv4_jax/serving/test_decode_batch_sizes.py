@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.serving import Grammar
+from dsv4_jax.serving import Grammar, sizing
 from helpers.serving import SIZES, byte_tokenizer, one_layer, prompt, run_to_end, same_tokens
 
 LONG = {"max_new_tokens": 12, "stop_token_ids": ()}
@@ -93,6 +93,16 @@ def test_every_setting_draws_as_in_a_step_of_all(asked, monkeypatch):
             [one.logprob for one in expected.logprobs],
             atol=1e-4,
         )
+
+
+def test_a_gpu_takes_sizes_that_nobody_gave_once_they_are_compiled(monkeypatch):
+    """A step would else compile one in the middle of an answer."""
+    monkeypatch.setattr(sizing, "_is_on_gpu", lambda mesh: True)
+    engine = engine_of()
+    monkeypatch.setattr(engine.loop.runner, "warmup", list)
+    assert engine.loop.pace.sizes.decoding == (4,)
+    engine.warmup()
+    assert engine.loop.pace.sizes.decoding == (1, 4)
 
 
 @pytest.mark.slow

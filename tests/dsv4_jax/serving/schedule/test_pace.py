@@ -122,7 +122,7 @@ def test_with_one_size_or_without_a_bound_times_decide_nothing():
     for pace in (make(1, (1024,)), make(np.inf)):
         for pending in ((1, 5000), (5000, 20), (1, 1, 7, 9000)):
             needs = needs_of(*pending)
-            expected = plan_shards(needs, sizes=pace._sizes)
+            expected = plan_shards(needs, sizes=pace.sizes)
             for seconds in (1e-6, 1e3):
                 plan = pace.choose(needs, HELD)
                 assert (plan.size, tokens(plan)) == (expected.size, tokens(expected))
