@@ -103,7 +103,7 @@ def compile_step(
         if draws == "apart":
             with jax.default_device(device):
                 _, rows = jax.eval_shape(functools.partial(plain_trunk, **static), *arguments)
-            step, arguments = jit_plain_draw, (placed(rows), serve_input, last)
+            step, arguments = jit_plain_draw, (placed(rows), serve_input.draws, last)
             static, donated = {"config": config}, [last]
     else:
         call = placed(jax.eval_shape(functools.partial(one_token_each, config, batch)))

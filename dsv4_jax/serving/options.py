@@ -73,7 +73,7 @@ class EngineOptions:
         results are then bit for bit the same whatever runs beside a request.
       decode_batch_sizes: requests for which a step that only decodes has room, ascending; each is a
         program, and there is one for all requests in any case. A step takes the smallest that holds
-        who decodes, since idle rows take time too. With `max_requests` alone, results of decode
+        who decodes, since idle rows take time too. With the number of all alone, results of decode
         steps are bit for bit the same however many requests decode; with several they agree within
         rounding. None is on a GPU 1, 8, 32, 128 and 512, as far as they are less, once `warmup` has
         compiled them; before that, and elsewhere, it is `max_requests` alone. Not with
@@ -174,10 +174,10 @@ class EngineOptions:
         Sequence[int] | None,
         Ruled(
             ListOf(Whole(1), MAX_STEP_SIZES, "sizes"),
-            help="requests for which decode steps have programs of their own, beside one for all: "
-            "a step takes the smallest that holds who decodes; if not given, a GPU has 1,8,32,128,"
-            "512, as far as --max-requests is more. --max-requests alone keeps a request's tokens "
-            "the same, bit for bit, however many decode",
+            help="numbers of requests for which decode steps have programs, beside one for all; a "
+            "step takes the smallest that has room. If not given, a GPU has 1,8,32,128,512, those "
+            "that are less than all. The number of all (--max-requests, of each data shard) alone "
+            "keeps results the same, bit for bit, however many requests decode",
         ),
     ] = None
     max_step_ms: Annotated[

@@ -95,6 +95,6 @@ def find_sizes(options: EngineOptions, *, max_requests: int, on_gpu: bool) -> St
 def _check_batch_sizes(given: Sequence[int], max_requests: int) -> None:
     if given[-1] > max_requests:
         raise ValueError(
-            f"decode_batch_sizes must be at most max_requests={max_requests}, which a data shard "
-            f"has, got {list(given)}; leave the larger ones out"
+            f"decode_batch_sizes must be at most {max_requests}, the requests of a data shard "
+            f"(max_requests), got {list(given)}; leave the larger ones out"
         )

@@ -5,6 +5,8 @@ works out which tokens grammars allow, by what the step before drew:
 
     plain_trunk   reads what the step before drew on the device, appends it, and gives logits
     plain_draw    draws from them, with masks that were brought meanwhile
+
+The second depends on how many rows there are, and not on how many tokens the step has room for.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.draws import draw
-from dsv4_jax.step.serve_values import ServeInput, ServeOutput, count_last, fill_in
+from dsv4_jax.step.serve_values import DrawInput, ServeOutput, count_last, fed_rows, fill_in
 from dsv4_jax.step.step import check_call, run_step, trunk_logits
 from pallas_kernels.common.weights import with_activations
 
@@ -38,12 +40,14 @@ class RowLogits:
       positions: i32[B], position that the drawn token of each row will have.
       num_kept: i32[B], tokens of each row that are in the cache now, of this step.
       is_live: bool[B], rows that draw.
+      is_fed: bool[B], rows whose token the step before drew.
     """
 
     logits: jax.Array
     positions: jax.Array
     num_kept: jax.Array
     is_live: jax.Array
+    is_fed: jax.Array
 
 
 _ON_MESH: Any = RowLogits(
@@ -51,6 +55,7 @@ _ON_MESH: Any = RowLogits(
     positions=BY_ROW,  # type: ignore[arg-type]
     num_kept=BY_ROW,  # type: ignore[arg-type]
     is_live=BY_ROW,  # type: ignore[arg-type]
+    is_fed=BY_ROW,  # type: ignore[arg-type]
 )
 """The vocabulary is split over `model`, as the head leaves it."""
 
@@ -87,6 +92,7 @@ def plain_trunk(
     Raises:
       ValueError: as in `serve_step`.
     """
+    is_fed = fed_rows(step_input)
     step_input = fill_in(step_input, last)
     check_call(params, cache, step_input, config, activations)
     params = with_activations(params, activations)
@@ -97,6 +103,7 @@ def plain_trunk(
         positions=call.row_lengths + 1,
         num_kept=call.row_counts,
         is_live=(call.row_slots >= 0) & (call.row_counts > 0),
+        is_fed=is_fed,
     )
 
 
@@ -116,7 +123,7 @@ these were.
 @on_mesh(BY_ROW)
 def plain_draw(
     rows: RowLogits,
-    serve_input: ServeInput,
+    draws: DrawInput,
     last: ServeOutput | None = None,
     *,
     config: DSV4Config,
@@ -125,23 +132,23 @@ def plain_draw(
 
     Args:
       rows: what `plain_trunk` gave.
-      serve_input: with the `step` that was given to that, and settings, counts and masks.
+      draws: settings, counts and masks.
       last: what was given to that too.
       config: the model.
 
     Returns:
       What `plain_decode_step` gives.
     """
-    counts = count_last(serve_input.counts, serve_input.step_input, last)
+    counts = count_last(draws.counts, rows.is_fed, last)
     no_drafts = jnp.zeros((rows.positions.shape[0], 0), jnp.int32)
     drawn, logprobs = draw(
         rows.logits[:, None],
-        serve_input.sampling,
+        draws.sampling,
         rows.positions[:, None],
         counts,
         no_drafts,
         config.idea.sampler,
-        serve_input.masks,
+        draws.masks,
     )
     token_ids = jnp.where(rows.is_live[:, None], drawn, -1)
     return ServeOutput.of(token_ids, rows.num_kept, no_drafts, logprobs, last=last)

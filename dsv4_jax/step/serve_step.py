@@ -29,7 +29,7 @@ from dsv4_jax.runtime import decode_options
 from dsv4_jax.step.check_drafts import cut_drafts, verify_drafts
 from dsv4_jax.step.plain_step import plain_draw, plain_trunk
 from dsv4_jax.step.propose import propose, read_tokens, stage_context, target_layers
-from dsv4_jax.step.serve_values import ServeInput, ServeOutput, count_last, fill_in
+from dsv4_jax.step.serve_values import ServeInput, ServeOutput, count_last, fed_rows, fill_in
 from dsv4_jax.step.step import check_call, pad_places, pad_tokens, trunk_logits
 from pallas_kernels.common.call import CallIndices
 from pallas_kernels.common.weights import with_activations
@@ -65,7 +65,7 @@ def serve_step(
     Raises:
       ValueError: a field has a wrong shape or dtype, or there are no such activations.
     """
-    counts = count_last(serve_input.counts, serve_input.step_input, last)
+    counts = count_last(serve_input.counts, fed_rows(serve_input.step_input), last)
     step_input = fill_in(serve_input.step_input, last)
     check_call(params, cache, step_input, config, activations)
     params = with_activations(params, activations)
@@ -183,7 +183,7 @@ def plain_decode_step(
     cache, rows = plain_trunk(
         params, cache, serve_input.step_input, last, config=config, activations=activations
     )
-    return cache, plain_draw(rows, serve_input, last, config=config)
+    return cache, plain_draw(rows, serve_input.draws, last, config=config)
 
 
 jit_plain_decode_step = jax.jit(

@@ -22,6 +22,15 @@ FIRST_DRAFT = -2
 
 
 @flax.struct.dataclass(kw_only=True)
+class DrawInput:
+    """What the draws of a plain step are given beside its logits; fields are as in `ServeInput`."""
+
+    sampling: Sampling
+    counts: DrawnCounts | None = None
+    masks: TokenMasks | None = None
+
+
+@flax.struct.dataclass(kw_only=True)
 class ServeInput:
     """The whole input of `serve_step`.
 
@@ -55,6 +64,11 @@ class ServeInput:
     num_steps: jax.Array | None = None
     least_survival: jax.Array | None = None
     upper: jax.Array | None = None
+
+    @property
+    def draws(self) -> DrawInput:
+        """The part of it that the draws of a plain step are given."""
+        return DrawInput(sampling=self.sampling, counts=self.counts, masks=self.masks)
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -192,23 +206,28 @@ def fill_in(step_input: StepInput, last: ServeOutput | None) -> StepInput:
     return dataclasses.replace(step_input, token_ids=token_ids)
 
 
+def fed_rows(step_input: StepInput) -> jax.Array:
+    """bool[B], rows of which `LAST_DRAWN` stands for the last token."""
+    row, num_rows = step_input.request_ids, step_input.request_slots.shape[0]
+    is_last = (step_input.token_ids == LAST_DRAWN) & (row >= 0)
+    fed = drop_absent(row, num_rows, is_there=is_last)
+    return jnp.zeros(num_rows, bool).at[fed].set(True, mode="drop")
+
+
 def count_last(
-    counts: DrawnCounts | None, step_input: StepInput, last: ServeOutput | None
+    counts: DrawnCounts | None, is_fed: jax.Array, last: ServeOutput | None
 ) -> DrawnCounts | None:
     """Counts what the step before drew of rows whose tokens the host has not read.
 
     Args:
       counts: what rows had drawn before that step; None stays None.
-      step_input: the call, in which `LAST_DRAWN` stands for the last token of such a row.
+      is_fed: bool[B], such rows, of `fed_rows`.
       last: what the step before drew, of the same rows; None is nothing.
     """
     if counts is None or last is None:
         return counts
-    drawn, row = last.token_ids, step_input.request_ids
+    drawn = last.token_ids
     num_rows, width = drawn.shape
-    is_last = (step_input.token_ids == LAST_DRAWN) & (row >= 0)
-    fed = drop_absent(row, num_rows, is_there=is_last)
-    is_fed = jnp.zeros(num_rows, bool).at[fed].set(True, mode="drop")
     own = jnp.broadcast_to(jnp.arange(num_rows, dtype=jnp.int32)[:, None], drawn.shape)
     rows = jnp.where(is_fed[:, None] & (drawn >= 0), own, -1)
     more = rows.reshape(-1), drawn.reshape(-1), jnp.ones(num_rows * width, jnp.int32)

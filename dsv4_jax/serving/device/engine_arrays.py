@@ -43,7 +43,7 @@ from dsv4_jax.step.draws import DrawnCounts, TokenMasks
 from dsv4_jax.step.plain_step import RowLogits, jit_plain_draw, jit_plain_trunk
 from dsv4_jax.step.sampling import FullSampling
 from dsv4_jax.step.serve_step import jit_save_reached, jit_serve_round, jit_serve_step
-from dsv4_jax.step.serve_values import ServeInput, ServeOutput
+from dsv4_jax.step.serve_values import DrawInput, ServeInput, ServeOutput
 
 _COMPILED_AT_ONCE = 4
 """Programs; XLA takes a GB or so of the host's memory for a step of all layers."""
@@ -151,7 +151,7 @@ class EngineArrays:
         """Launches a step, or several; `read` waits for what they give.
 
         A plain step is launched as far as its draws, which `launch_draw` does, whatever its size.
-        Nothing but `set_masks` and `save` may come between.
+        No other launch may come between, nor other settings and counts.
 
         Args:
           step_input: as in `ServeInput`; `LAST_DRAWN` and so on are what the step before gave.
@@ -179,7 +179,8 @@ class EngineArrays:
         if is_trunk:
             program, arguments = jit_plain_trunk, (self.cache, brought["step_input"], self.last)
         else:
-            serve_input = self._serve_input(None if is_simple else self._masks, is_simple)
+            masks = None if is_simple else self._masks
+            serve_input = ServeInput(masks=masks, **self._settings(is_simple), **brought)
             pools, program = (self.cache,), jit_plain_decode_steps
             if not is_plain:
                 pools, program = (self.cache, self.store), jit_serve_rounds
@@ -216,16 +217,15 @@ class EngineArrays:
         # Who kept the logits would have the next ones lie elsewhere.
         rows, self.undrawn = self.undrawn, None
         assert rows is not None, "a trunk comes first"
-        serve_input = self._serve_input(self._masks, is_simple)
-        output = jit_plain_draw(rows, serve_input, self.last, config=self._plan.config)
+        draws = DrawInput(masks=self._masks, **self._settings(is_simple))
+        output = jit_plain_draw(rows, draws, self.last, config=self._plan.config)
         self._show(output, wants_logprobs=wants_logprobs)
 
-    def _serve_input(self, masks: TokenMasks | None, is_simple: bool) -> ServeInput:
-        """What was brought last, with the settings of all draws or of simple ones."""
+    def _settings(self, is_simple: bool) -> dict[str, Any]:
+        """Of all draws, or of simple ones."""
         if is_simple:
-            return ServeInput(sampling=self._sampling.simplified(), masks=masks, **self._input[1])
-        settings = {"sampling": self._sampling, "counts": self._counts}
-        return ServeInput(**settings, masks=masks, **self._input[1])
+            return {"sampling": self._sampling.simplified()}
+        return {"sampling": self._sampling, "counts": self._counts}
 
     def _show(self, output: ServeOutput, *, wants_logprobs: bool) -> None:
         """Keeps what a step gave for the next one, and begins to bring a copy to the host."""

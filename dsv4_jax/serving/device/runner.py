@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -41,6 +42,7 @@ from dsv4_jax.step.serve_values import FIRST_DRAFT, LAST_DRAWN
 from pallas_kernels.common.weights import is_quantized
 
 _IDLE = SamplingParams()
+_NO_LINES = contextlib.nullcontext()
 
 
 class StepRunner:
@@ -169,16 +171,14 @@ class StepRunner:
           What waits for the step's result; None if that is left too.
         """
         launch = self._prepare(plan, running, lengths, boundaries, is_fed)
-        if self._lines.knows_all:
+        lines: contextlib.AbstractContextManager[object] = _NO_LINES
+        if not self._lines.knows_all:
+            lines = self._lines.of_first(plan, launch.keywords, self._all_steps)
+        with lines:
             launch()
-        else:
-            with self._lines.of_first(plan, launch.keywords, self._all_steps):
-                launch()
-        if draws_later:
-            return None
-        if plan.draws_apart:
-            self._launch_draw(running, wants_logprobs=launch.keywords["wants_logprobs"])
-        return self._reader_of_last()
+            if plan.draws_apart and not draws_later:
+                self._launch_draw(running, wants_logprobs=launch.keywords["wants_logprobs"])
+        return None if draws_later else self._reader_of_last()
 
     def run_draws(
         self, plan: StepPlan, running: Running, is_alive: np.ndarray

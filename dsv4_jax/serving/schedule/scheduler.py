@@ -261,7 +261,7 @@ def plan_step(
 
     Args:
       needs: running requests, the oldest first.
-      sizes: shapes; the largest of either kind holds at least one token of each.
+      sizes: shapes; the largest of those with prompts holds at least one token of each.
       most: tokens that it may hold, at least one of each request; None is the largest size.
       upper: the most tokens for which all layers run in a step of the largest shape in which some
         rest; 0 has no such step. Where the oldest prompt may rest, others get no more.

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.serving import Grammar, sizing
+from dsv4_jax.serving.device import engine_arrays
 from helpers.serving import SIZES, byte_tokenizer, one_layer, prompt, run_to_end, same_tokens
 
 LONG = {"max_new_tokens": 12, "stop_token_ids": ()}
@@ -93,6 +95,22 @@ def test_every_setting_draws_as_in_a_step_of_all(asked, monkeypatch):
             [one.logprob for one in expected.logprobs],
             atol=1e-4,
         )
+
+
+def test_steps_of_all_sizes_share_the_program_of_draws(monkeypatch):
+    engine, draw, given = of_three_sizes(), engine_arrays.jit_plain_draw, set()
+
+    def note(*arguments, **static):
+        leaves, structure = jax.tree.flatten(arguments)
+        given.add((structure, *[(leaf.shape, leaf.dtype) for leaf in leaves]))
+        return draw(*arguments, **static)
+
+    monkeypatch.setattr(engine_arrays, "jit_plain_draw", note)
+    made, rng = sizes_of(engine, monkeypatch), np.random.default_rng(4)
+    ids = [engine.submit(prompt(rng, 7), **LONG | {"max_new_tokens": 4 + 4 * n}) for n in range(4)]
+    run_to_end(engine, *ids)
+    assert {size for size, _ in made} == {1, 2, 4}
+    assert len(given) == 1
 
 
 def test_a_gpu_takes_sizes_that_nobody_gave_once_they_are_compiled(monkeypatch):

@@ -105,5 +105,5 @@ def test_of_few_slots_no_size_is_larger():
 
 def test_sizes_for_more_than_all_requests_are_refused():
     options = EngineOptions(decode_batch_sizes=[8, 65])
-    with pytest.raises(ValueError, match=r"decode_batch_sizes must be at most max_requests=64.*65"):
+    with pytest.raises(ValueError, match=r"decode_batch_sizes must be at most 64, .*65"):
         find_sizes(options, max_requests=64, on_gpu=True)

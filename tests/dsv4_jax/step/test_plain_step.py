@@ -65,7 +65,7 @@ def test_two_programs_leave_the_bits_of_one():
         caches[1], rows = jit_plain_trunk(
             params(), caches[1], call.step_input, lasts[1], config=CONFIG
         )
-        lasts[1] = jit_plain_draw(rows, call, lasts[1], config=CONFIG)
+        lasts[1] = jit_plain_draw(rows, call.draws, lasts[1], config=CONFIG)
         one, other = (
             jax.tree.leaves((cache, last)) for cache, last in zip(caches, lasts, strict=True)
         )
