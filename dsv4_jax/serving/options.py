@@ -175,9 +175,9 @@ class EngineOptions:
         Ruled(
             ListOf(Whole(1), MAX_STEP_SIZES, "sizes"),
             help="numbers of requests for which decode steps have programs, beside one for all; a "
-            "step takes the smallest that has room. The number of all (--max-requests, of each data "
-            "shard) alone keeps results the same, bit for bit, however many requests decode; if not "
-            "given, a GPU has 1,8,32,128,512, those that are less than all",
+            "step takes the smallest that has room. The number of all (--max-requests, of each "
+            "data shard) alone keeps results the same, bit for bit, however many requests decode; "
+            "if not given, a GPU has 1,8,32,128,512, those that are less than all",
         ),
     ] = None
     max_step_ms: Annotated[
