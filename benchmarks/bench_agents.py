@@ -21,11 +21,10 @@ import pathlib
 import tempfile
 import time
 
-import jax
 import numpy as np
 
 import dsv4_jax as ds
-from benchmarks.bench_engine import load_model
+from benchmarks.bench_engine import start
 from dsv4_jax.cli.arguments import add_weights
 from dsv4_jax.model.weight_forms import RELEASE_FORMS
 from dsv4_jax.serving.options import EngineOptions
@@ -288,10 +287,7 @@ def read_args(command=None):
 
 def main():
     args = read_args()
-    ds.runtime.claim_memory()
-    ds.set_xla_flags()
-    ds.use_compilation_cache()
-    compare(*load_model(args.config, args.weights, args.experts), args)
+    compare(*start(args), args)
 
 
 def compare(config, params, args):
@@ -303,9 +299,8 @@ def compare(config, params, args):
     pools = plan_engine(config, options, params=params, has_tokenizer=False).pools
     prefix_bytes = whole * pools.bytes_per_block
     print(
-        f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {args.agents} agents, {whole} "
-        f"blocks of {pools.bytes_per_block:,} bytes, {args.blocks} of them on the device; a "
-        f"snapshot takes {pools.bytes_per_snapshot:,}",
+        f"{args.agents} agents, {whole} blocks of {pools.bytes_per_block:,} bytes, {args.blocks} "
+        f"of them on the device; a snapshot takes {pools.bytes_per_snapshot:,}",
         flush=True,
     )
     rows = {}

@@ -9,11 +9,10 @@ import argparse
 import json
 import time
 
-import jax
 import numpy as np
 
 import dsv4_jax as ds
-from benchmarks.bench_engine import load_model
+from benchmarks.bench_engine import start
 from dsv4_jax.cli.arguments import add_weights
 from dsv4_jax.model.weight_forms import RELEASE_FORMS
 
@@ -31,11 +30,7 @@ def main():
     add_weights(parser, RELEASE_FORMS, "bfloat16", "of a preset")
     parser.add_argument("--experts", type=int, help="routed experts of a preset")
     args = parser.parse_args()
-    ds.runtime.claim_memory()
-    ds.set_xla_flags()
-    ds.use_compilation_cache()
-    config, params = load_model(args.config, args.weights, args.experts)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args}", flush=True)
+    config, params = start(args)
     for batch_sizes in ((args.slots,), args.batch_sizes):
         engine = ds.Engine(
             config, params, max_requests=args.slots, max_context_tokens=args.max_context_tokens,

@@ -27,6 +27,15 @@ from dsv4_jax.model.weight_forms import RELEASE_FORMS
 PROMPT, ROUNDS = 64, 7
 
 
+def start(arguments):
+    """Sets JAX up, says what runs on what, and gives the model of `load_model`."""
+    ds.runtime.claim_memory()
+    ds.set_xla_flags()
+    ds.use_compilation_cache()
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {arguments}", flush=True)
+    return load_model(arguments.config, arguments.weights, arguments.experts)
+
+
 def load_model(name, weights, experts):
     """Config and parameters: of a checkpoint as stored, of a preset random, without drafts."""
     if name not in PRESETS or weights == "bfloat16":
@@ -108,11 +117,7 @@ def main():
     parser.add_argument("--steps-per-call", type=int, default=1, help="of the engine")
     arguments = parser.parse_args()
     assert PROMPT + (ROUNDS + 2) * arguments.steps < arguments.context, "a longer --context"
-    ds.runtime.claim_memory()
-    ds.set_xla_flags()
-    ds.use_compilation_cache()
-    config, params = load_model(arguments.config, arguments.weights, arguments.experts)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {arguments}", flush=True)
+    config, params = start(arguments)
     for requests in arguments.requests:
         sizes = {"requests": requests, "context": arguments.context, "steps": arguments.steps}
         loop = loop_ms(config, params, **sizes)

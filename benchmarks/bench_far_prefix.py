@@ -14,11 +14,10 @@ import pathlib
 import statistics
 import time
 
-import jax
 import numpy as np
 
 import dsv4_jax as ds
-from benchmarks.bench_engine import load_model
+from benchmarks.bench_engine import start
 from dsv4_jax.allocator.block_contents import contents_of
 from dsv4_jax.cli.arguments import add_weights
 from dsv4_jax.model.weight_forms import RELEASE_FORMS
@@ -43,11 +42,7 @@ def main():
     parser.add_argument("--experts", type=int, help="routed experts of a preset")
     add_weights(parser, RELEASE_FORMS, "bfloat16", "of a preset")
     args = parser.parse_args()
-    ds.runtime.claim_memory()
-    ds.set_xla_flags()
-    ds.use_compilation_cache()
-    config, params = load_model(args.config, args.weights, args.experts)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {args}", flush=True)
+    config, params = start(args)
     rng = np.random.default_rng(0)
     prompts = [
         rng.integers(2, config.vocab_size - 8, size // BLOCK * BLOCK + AFTER)

@@ -16,11 +16,10 @@ import pathlib
 import statistics
 import time
 
-import jax
 import numpy as np
 
 import dsv4_jax as ds
-from benchmarks.bench_engine import load_model
+from benchmarks.bench_engine import start
 from benchmarks.bench_serving import PRESETS
 from dsv4_jax.cli.arguments import add_weights
 from dsv4_jax.model.weight_forms import RELEASE_FORMS
@@ -69,12 +68,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=7, help="of each case, in turns")
     arguments = parser.parse_args()
     assert PROMPT + arguments.steps + 8 < arguments.context, "a longer --context"
-    ds.runtime.claim_memory()
-    ds.set_xla_flags()
-    ds.use_compilation_cache()
-    config, params = load_model(arguments.config, arguments.weights, arguments.experts)
+    config, params = start(arguments)
     tokenizer = tokenizer_of(arguments)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {arguments}", flush=True)
     for requests in arguments.requests:
         engine = ds.Engine(
             config,

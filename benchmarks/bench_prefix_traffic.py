@@ -15,11 +15,10 @@ import itertools
 import json
 import time
 
-import jax
 import numpy as np
 
 import dsv4_jax as ds
-from benchmarks.bench_engine import load_model
+from benchmarks.bench_engine import start
 from benchmarks.bench_far_prefix import BLOCK, evict, make_prefix
 from dsv4_jax.allocator.block_contents import HashedTokens
 from dsv4_jax.cache.packed_rows import row_bytes
@@ -241,11 +240,7 @@ def main():
     add_weights(parser, RELEASE_FORMS, "bfloat16", "of a preset")
     given = parser.parse_args()
     args = Args(**{field.name: getattr(given, field.name) for field in dataclasses.fields(Args)})
-    ds.runtime.claim_memory()
-    ds.set_xla_flags()
-    ds.use_compilation_cache()
-    config, params = load_model(given.config, given.weights, given.experts)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {given}", flush=True)
+    config, params = start(given)
     for requests in given.requests:
         engine = build(config, params, args, requests)
         print(json.dumps({"block_bytes": row_bytes(engine.cache.paged)}), flush=True)

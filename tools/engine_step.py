@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 import dsv4_jax as ds
-from benchmarks.bench_engine import load_model, loop_ms
+from benchmarks.bench_engine import loop_ms, start
 from dsv4_jax.cli.arguments import add_weights
 from dsv4_jax.model.weight_forms import RELEASE_FORMS
 from dsv4_jax.serving.device import engine_arrays
@@ -37,11 +37,7 @@ def main():
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     arguments = parser.parse_args()
-    ds.runtime.claim_memory()
-    ds.set_xla_flags()
-    ds.use_compilation_cache()
-    config, params = load_model(arguments.config, arguments.weights, arguments.experts)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {arguments}", flush=True)
+    config, params = start(arguments)
     for requests in arguments.requests:
         time_engine(config, params, requests, arguments)
         sizes = {"requests": requests, "context": CONTEXT, "steps": LAUNCHES}
