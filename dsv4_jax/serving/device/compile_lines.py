@@ -49,6 +49,7 @@ class CompileLines:
         """
         self._shown = shown
         self._known: set[tuple[object, ...]] = set()
+        self._known_draws: set[bool] = set()
         self.knows_all = not shown
 
     def of_first(
@@ -67,8 +68,14 @@ class CompileLines:
         self._known.add(key)
         most = len(steps())
         place = f"{len(self._known)} of {'at most ' * (most > 1)}{most}"
-        doing = f"compiling program {place} ({name_of(plan)})"
-        return Progress(1, unit="program", doing=doing, has_bar=False)
+        return _of_one(f"compiling program {place} ({name_of(plan)})")
+
+    def of_draws(self, *, is_simple: bool) -> contextlib.AbstractContextManager[object]:
+        """For draws that are launched apart from their trunk; the same."""
+        if is_simple in self._known_draws:
+            return contextlib.nullcontext()
+        self._known_draws.add(is_simple)
+        return _of_one(f"compiling {'simple' * is_simple or 'all kinds of'} draws")
 
     def run_all(
         self, runner: RunsIdle, steps: Sequence[IdleStep], jobs: Sequence[Job]
@@ -111,3 +118,7 @@ class CompileLines:
                     bar.add(name=name)
         self.knows_all = True
         return times
+
+
+def _of_one(doing: str) -> Progress:
+    return Progress(1, unit="program", doing=doing, has_bar=False)

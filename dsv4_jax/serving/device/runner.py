@@ -176,8 +176,8 @@ class StepRunner:
             lines = self._lines.of_first(plan, launch.keywords, self._all_steps)
         with lines:
             launch()
-            if plan.draws_apart and not draws_later:
-                self._launch_draw(running, wants_logprobs=launch.keywords["wants_logprobs"])
+        if plan.draws_apart and not draws_later:
+            self._launch_draw(running, wants_logprobs=launch.keywords["wants_logprobs"])
         return None if draws_later else self._reader_of_last()
 
     def run_draws(
@@ -203,7 +203,9 @@ class StepRunner:
     def _launch_draw(self, running: Running, *, wants_logprobs: bool) -> None:
         """The draws of a plain step, with the masks that were brought last."""
         is_simple = self.simplifies and running.draws_simply
-        self.devices.launch_draw(is_simple=is_simple, wants_logprobs=wants_logprobs)
+        knows_all = self._lines.knows_all
+        with _NO_LINES if knows_all else self._lines.of_draws(is_simple=is_simple):
+            self.devices.launch_draw(is_simple=is_simple, wants_logprobs=wants_logprobs)
 
     def _prepare(
         self,

@@ -47,6 +47,19 @@ def test_the_first_launch_of_a_program_is_told_with_its_number(clock, capsys):
     ]
 
 
+def test_draws_that_are_launched_apart_are_told_once_of_each_kind(clock, capsys):
+    lines = CompileLines(shown=True)
+    for is_simple in (True, False, True, False):
+        with lines.of_draws(is_simple=is_simple) as bar:
+            clock[0] += 4
+            if bar is not None:
+                bar.add(0)
+    assert capsys.readouterr().err.splitlines() == [
+        "compiling simple draws: 4 s",
+        "compiling all kinds of draws: 4 s",
+    ]
+
+
 class Runner:
     """Compiles the first step while the second is lowered, and the second while `finish` waits."""
 
