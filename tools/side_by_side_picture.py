@@ -50,9 +50,7 @@ def draw(curves):
         y = y_of(rate)
         parts += [line(left, y, right, y, LINE), text(left - 8, y + 4, f"{rate:,}", anchor="end")]
     parts += [text(x_of(ms), floor + 18, f"{ms}") for ms in range(0, MOST_X + 1, STEP_X)]
-    parts.append(
-        text((left + right) / 2, height - 10, "ms between two tokens, median")
-    )
+    parts.append(text((left + right) / 2, height - 10, "ms between two tokens, median"))
     middle = (floor + TOP) / 2
     turned = f' transform="rotate(-90 16 {middle:.1f})"'
     parts.append(text(16, middle, "drawn tokens a second, all requests", more=turned))

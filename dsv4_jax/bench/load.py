@@ -16,7 +16,6 @@ import dataclasses
 import json
 import pathlib
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     import httpx
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-PERCENTILES = (50, 90, 99)
 SERVED = "200"
 """The status of a request that was served to its end."""
 
@@ -41,9 +39,6 @@ _MAX_REFUSAL = 2**16
 
 _SHOWN_CHARS = 300
 """Characters of it that are shown."""
-
-_LATE_S = 0.02
-"""A client that sends later than this, at the 99th percentile, is the bottleneck itself."""
 
 
 @dataclasses.dataclass
@@ -59,7 +54,7 @@ class Outcome:
       whole_s: seconds from its arrival to the end.
       drawn_tokens: tokens of the answer, by the server's account.
       prompt_tokens: those of the prompt.
-      hit_tokens: those of the prompt that were in the server's cache.
+      hit_tokens: those of the prompt that were in the server's cache; None if it does not say.
       problem: what the server said of a request that it refused; empty if there is nothing.
     """
 
@@ -70,7 +65,7 @@ class Outcome:
     whole_s: float = 0.0
     drawn_tokens: int = 0
     prompt_tokens: int = 0
-    hit_tokens: int = 0
+    hit_tokens: int | None = None
     problem: str = ""
 
     @property
@@ -312,78 +307,14 @@ def _read_event(data: bytes, outcome: Outcome) -> bool:
             outcome.drawn_tokens = int(usage.get("completion_tokens") or 0)
             outcome.prompt_tokens = int(usage.get("prompt_tokens") or 0)
             details = usage.get("prompt_tokens_details") or {}
-            outcome.hit_tokens = int(details.get("cached_tokens") or 0)
+            hits = details.get("cached_tokens", usage.get("prompt_cache_hit_tokens"))
+            outcome.hit_tokens = None if hits is None else int(hits)
         choice = (event.get("choices") or [{}])[0]
         delta = choice.get("delta") or {}
         spoken = (delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
         return bool(choice.get("text") or any(spoken))
     except (ValueError, TypeError, AttributeError):
         return False
-
-
-def summarise(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
-    """Figures of a run; of times, percentiles over requests that were served."""
-    served = [outcome for outcome in outcomes if outcome.status == SERVED]
-    prompts = sum(outcome.prompt_tokens for outcome in served)
-    drawn = sum(outcome.drawn_tokens for outcome in served)
-    return {
-        "seconds": seconds,
-        "requests": len(outcomes),
-        "served": len(served),
-        "by_status": dict(sorted(Counter(outcome.status for outcome in outcomes).items())),
-        "problems": {one.status: one.problem for one in reversed(outcomes) if one.problem},
-        "requests_per_s": len(served) / seconds,
-        "drawn_tokens": drawn,
-        "drawn_tokens_per_s": drawn / seconds,
-        "prompt_tokens": prompts,
-        "hit_rate": sum(outcome.hit_tokens for outcome in served) / prompts if prompts else 0.0,
-        "first_token_s": _spread([outcome.first_s for outcome in served]),
-        "between_events_s": _spread([gap for outcome in served for gap in outcome.gaps_s]),
-        "per_token_s": _spread([outcome.per_token_s for outcome in served]),
-        "whole_s": _spread([outcome.whole_s for outcome in served]),
-        "late_s": _spread([outcome.late_s for outcome in outcomes]),
-    }
-
-
-def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
-    """Mean, percentiles and the largest of a list; None of an empty one."""
-    numbers = np.array([value for value in values if value is not None])
-    if not len(numbers):
-        return None
-    percentiles = zip(PERCENTILES, np.percentile(numbers, PERCENTILES).tolist(), strict=True)
-    named = {f"p{share}": value for share, value in percentiles}
-    return {"mean": float(numbers.mean())} | named | {"most": float(numbers.max())}
-
-
-def report_lines(figures: dict[str, Any], loop: str) -> list[str]:
-    """What a person reads; `loop` says how requests came."""
-    statuses = ", ".join(f"{status}: {count}" for status, count in figures["by_status"].items())
-    hits = f"{figures['hit_rate']:.0%} of them from the cache"
-    lines = [
-        f"requests  {figures['requests']} in {figures['seconds']:.1f} s; {loop}; "
-        f"{figures['requests_per_s']:.2f} per s served",
-        f"status    {statuses}",
-        *(f"  {status}: {problem}" for status, problem in figures["problems"].items()),
-        f"tokens    {figures['drawn_tokens']:,} drawn, {figures['drawn_tokens_per_s']:,.0f} per s; "
-        f"{figures['prompt_tokens']:,} of prompts, {hits}",
-        f"{'ms':<16}" + "".join(f"{name:>11}" for name in ("mean", "p50", "p90", "p99", "most")),
-    ]
-    for name, shown in (
-        ("first_token_s", "first token"),
-        ("between_events_s", "between events"),
-        ("per_token_s", "for each token"),
-        ("whole_s", "whole answer"),
-    ):
-        if spread := figures[name]:
-            cells = "".join(f"{value * 1e3:>11,.1f}" for value in spread.values())
-            lines.append(f"{shown:<16}{cells}")
-    late = figures["late_s"]
-    if late is not None and late["p99"] > _LATE_S:
-        lines.append(
-            f"this client was late itself: by {late['p99'] * 1e3:.0f} ms at p99; give it a core of "
-            "its own, or ask for a lower --rate or --concurrency"
-        )
-    return lines
 
 
 def _find_httpx() -> Any:

@@ -9,6 +9,7 @@ import time
 from urllib.parse import urlsplit
 
 from dsv4_jax.bench import load
+from dsv4_jax.bench.load_figures import report_lines, summarise
 from dsv4_jax.bench.results import write_json
 from dsv4_jax.cli.arguments import add_seconds
 from dsv4_jax.cli.output_files import output_file
@@ -83,7 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=real(0, 2),
         help="of random prompts' requests; if not given, the server's own",
     )
-    parser.add_argument("--seed", type=whole(0), default=0, help="seed of arrivals and prompts")
+    parser.add_argument(
+        "--seed",
+        type=whole(0),
+        default=0,
+        help="seed of arrivals and prompts; a server that keeps prefixes knows the prompts of an "
+        "earlier run with the same seed",
+    )
     parser.add_argument(
         "--api-key",
         help=f"key of the server; if not given, {API_KEY}, which other users of the machine do "
@@ -128,9 +135,9 @@ def run(args: argparse.Namespace) -> int:
                 on_end=lambda outcome: bar.add(),
             )
         )
-    figures = load.summarise(outcomes, seconds)
+    figures = summarise(outcomes, seconds)
     loop = f"{args.concurrency} at a time" if is_closed else f"{args.rate:g} per s came"
-    print("\n".join(load.report_lines(figures, loop)))
+    print("\n".join(report_lines(figures, loop)))
     if args.json:
         told = {"command": "bench serve", "date": time.strftime("%Y-%m-%d"), "url": args.url}
         told |= {"model": model, "rate": None if is_closed else args.rate}

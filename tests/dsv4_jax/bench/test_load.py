@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.bench import load
+from dsv4_jax.bench.load_figures import report_lines, summarise
 from dsv4_jax.cli import main
 from helpers.serve import running, warm_engine
 
@@ -242,7 +243,7 @@ def test_errors_are_counted_by_status(other_engine, capsys):
         body = {"model": "small", "prompt": "a", "max_tokens": 80, "ignore_eos": True}
         bodies = [body] * 30 + [body | {"max_tokens": "x"}, body | {"model": "other"}]
         outcomes, seconds = ask(server.url, bodies)
-        figures = load.summarise(outcomes, seconds)
+        figures = summarise(outcomes, seconds)
         assert set(figures["by_status"]) == {"200", "400", "404", "429"}
         assert sum(figures["by_status"].values()) == 32
         assert figures["by_status"]["400"] == figures["by_status"]["404"] == 1
@@ -275,9 +276,30 @@ def test_answers_that_are_none(parts, status, has_first):
         (outcome,), _ = ask(url, [{"prompt": "a"}])
     assert outcome.status == status
     assert (outcome.first_s is not None) == has_first
-    figures = load.summarise([outcome], 1.0)
+    figures = summarise([outcome], 1.0)
     assert figures["served"] == int(status == "200")
-    assert load.report_lines(figures, "all at once")
+    assert report_lines(figures, "all at once")
+
+
+@pytest.mark.parametrize(
+    ("usage", "told"),
+    [
+        ({"prompt_tokens_details": {"cached_tokens": 30}}, "30% of them from the cache"),
+        ({"prompt_tokens_details": {"cached_tokens": 0}}, "0% of them from the cache"),
+        ({"prompt_cache_hit_tokens": 30}, "30% of them from the cache"),
+        ({"prompt_tokens_details": None}, "the server does not say how many were in its cache"),
+        ({}, "the server does not say how many were in its cache"),
+    ],
+)
+def test_a_server_that_says_nothing_of_its_cache_is_not_taken_to_have_missed(usage, told):
+    usage = {"prompt_tokens": 100, "completion_tokens": 1} | usage
+    event = f'data: {{"choices": [], "usage": {json.dumps(usage)}}}\n\ndata: [DONE]\n\n'
+    with answering(HEAD, TEXT, event.encode()) as url:
+        outcomes, seconds = ask(url, [{"prompt": "a"}] * 2)
+    figures = summarise(outcomes, seconds)
+    assert figures["hit_rate"] == (None if "%" not in told else int(told.split("%")[0]) / 100)
+    (line,) = (one for one in report_lines(figures, "2 at a time") if one.startswith("tokens"))
+    assert line.endswith(told)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +321,7 @@ def test_a_refusal_is_told_in_the_server_s_words(body, told):
     with answering(head + body) as url:
         outcomes, seconds = ask(url, [{"prompt": "a"}] * 2)
     assert [one.problem for one in outcomes] == [told] * 2
-    lines = load.report_lines(load.summarise(outcomes, seconds), "2 at a time")
+    lines = report_lines(summarise(outcomes, seconds), "2 at a time")
     assert lines.count(f"  400: {told}") == 1
 
 
