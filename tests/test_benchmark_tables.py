@@ -8,7 +8,7 @@ import re
 import pytest
 
 from benchmarks import tables
-from tools import agents_picture, prompt_picture, round_picture
+from tools import agents_picture, prompt_picture, round_picture, side_by_side_picture
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 ROW = {
@@ -139,6 +139,9 @@ def test_only_the_text_between_the_markers_is_replaced():
     assert tables.splice(spliced, "new\n") == spliced
 
 
+ENGINES = tuple(side_by_side_picture.COLOURS)
+
+
 def test_the_picture_of_rounds_is_that_of_their_table():
     points, plain_ms = round_picture.read_table(round_picture.DOCUMENT.read_text())
     assert [x for x, _, _ in points] == [1.0, 2.8, 3.9, 5.0]
@@ -171,6 +174,17 @@ def test_the_picture_of_prompts_is_that_of_their_table():
     assert steps == pytest.approx(
         [steps[0], steps[0], 1.5 * steps[0]], abs=0.3
     )  # of 4, 4 and 8 times
+
+
+def test_the_picture_of_engines_is_that_of_their_table():
+    curves = side_by_side_picture.read_table(side_by_side_picture.DOCUMENT.read_text())
+    assert {size for size, _ in curves} == side_by_side_picture.DASHES.keys()
+    for size in side_by_side_picture.DASHES:
+        loads = {engine: [load for load, _, _ in curves[size, engine]] for engine in ENGINES}
+        assert loads["vLLM"] == loads["dsv4-jax"] == sorted(loads["vLLM"])
+    made = side_by_side_picture.draw(curves)
+    assert side_by_side_picture.PICTURE.read_text() == made, "run `tools.side_by_side_picture`"
+    assert made.count("<circle") == sum(map(len, curves.values()))
 
 
 def test_points_of_a_picture_stand_where_their_numbers_say():

@@ -15,7 +15,7 @@ DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "benchmarks" / "side_by_
 PICTURE = DOCUMENT.with_name("side_by_side.svg")
 
 SIZE, LEFT, RIGHT, TOP, BOTTOM = (720, 420), 72, 36, 56, 52
-MOST_X, STEP_X, MOST_Y, STEP_Y = 40, 5, 2000, 250
+MOST_X, STEP_X, MOST_Y, STEP_Y = 30, 5, 1500, 250
 COLOURS = {"vLLM": "#b3541e", "dsv4-jax": "#2b7a74"}
 DASHES = {"512 + 512": "", "8,192 + 1,024": ' stroke-dasharray="6 4"'}
 
@@ -60,9 +60,8 @@ def draw(curves):
         parts.append(polyline(corners, colour).replace("/>", f"{dashes}/>"))
         for (at_a_time, _, _), (x, y) in zip(points, corners, strict=True):
             parts.append(dot(x, y, 4, colour))
-            is_left = engine == "dsv4-jax"
-            place, anchor = (x - 8, "end") if is_left else (x + 8, "start")
-            parts.append(text(place, y - 6, f"{at_a_time}", anchor=anchor, fill=colour))
+            place = y + (18 if engine == "dsv4-jax" else -8)
+            parts.append(text(x, place, f"{at_a_time}", fill=colour))
         column, row = divmod(number, 2)
         x, y = left + 12 + 330 * column, 18 + 20 * row
         parts.append(line(x, y - 4, x + 34, y - 4, colour, f' stroke-width="2"{dashes}'))
