@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4_jax as ds
-from benchmarks.bench_serving import PRESETS, load
+from benchmarks.bench_serving import load
 from dsv4_jax.bench.fill import filled_cache
 from dsv4_jax.bench.timing import time_calls
-from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cli.arguments import add_weights
 from dsv4_jax.model.weight_forms import RELEASE_FORMS
 
@@ -38,14 +37,8 @@ def start(arguments):
 
 def load_model(name, weights, experts):
     """Config and parameters: of a checkpoint as stored, of a preset random, without drafts."""
-    if name not in PRESETS or weights == "bfloat16":
-        config, params = load(name)
-        return config, ds.unstack_layers(params)
-    config = getattr(ds.DSV4Config, name)()
-    config = dataclasses.replace(
-        config, num_mtp_layers=0, num_routed_experts=experts or config.num_routed_experts
-    )
-    return config, random_params(config, weights=weights)
+    config, params = load(name, None, experts, weights=weights, drafts=False)
+    return config, ds.unstack_layers(params)
 
 
 def loop_ms(config, params, *, requests, context, steps):

@@ -1,10 +1,10 @@
 """Serving under load: `python -m benchmarks.bench_serving CONFIG [options]`.
 
 CONFIG is a checkpoint directory, `shipped`, or a preset (`tiny`, `flash`, `pro`, `flash_slim`,
-`pro_slim`). The weights of a preset are random, and prompts are random tokens of which half share a
-head, or of one length, with nothing shared. Prints throughput, latency percentiles, acceptance,
-prefix hits and how much memory grew. With several bounds of `--max-step-ms` it serves as often, by
-an engine each, and prints how long steps with prompts took and were predicted to take.
+`pro_slim`, `v41_flash`). The weights of a preset are random, and prompts are random tokens of which
+half share a head, or of one length, with nothing shared. Prints throughput, latency percentiles,
+acceptance, prefix hits and how much memory grew. With several bounds of `--max-step-ms` it serves
+as often, by an engine each, and prints how long steps with prompts took and were predicted to take.
 """
 
 import argparse
@@ -17,43 +17,58 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4_jax as ds
+from dsv4_jax.bench.engram_reads import make_tables, reduced
 from dsv4_jax.bench.memory import bytes_in_use
 from dsv4_jax.bench.routing_laws import LAWS
 from dsv4_jax.bench.weights import random_params
 from dsv4_jax.cli.arguments import add_mesh, add_weights, chosen_mesh
+from dsv4_jax.config.first_layers import first_layers
 from dsv4_jax.model.weight_forms import RELEASE_FORMS, STORED
 
-PRESETS = ("tiny", "flash", "pro", "flash_slim", "pro_slim")
+PRESETS = ("tiny", "flash", "pro", "flash_slim", "pro_slim", "v41_flash")
+ENGRAM_ROWS = 2**20
 
 
 def load(
-    name, num_layers=None, num_experts=None, *, weights="bfloat16", mesh=None, routing="uniform"
-):
-    """Config and parameters; of a preset its first layers and so many experts, if given."""
+    name, num_layers=None, num_experts=None, *, weights="bfloat16", mesh=None, routing="uniform",
+    drafts=True, engram_rows=ENGRAM_ROWS,
+):  # fmt: skip
+    """Config and parameters.
+
+    Of a preset its first layers and so many experts, if given, with what drafts need or without it,
+    and Engram tables of so many rows in the host's memory where it has any.
+    """
     if name not in PRESETS:
         return ds.load_checkpoint(ds.SHIPPED_CHECKPOINT if name == "shipped" else name)
     config = getattr(ds.DSV4Config, name)()
+    if not drafts or num_layers is not None:
+        config = dataclasses.replace(config, num_mtp_layers=0, dspark=None)
     if num_layers is not None:
-        config = dataclasses.replace(
-            config,
-            layer_types=config.layer_types[:num_layers],
-            router_types=config.router_types[:num_layers],
-            num_mtp_layers=0,
-        )
+        config = first_layers(config, num_layers)
     if num_experts is not None:
         config = dataclasses.replace(config, num_routed_experts=num_experts)
+    if config.engram is not None:
+        config = dataclasses.replace(config, engram=reduced(config.engram, engram_rows))
     if jax.default_backend() == "gpu" or weights == STORED:
-        return config, random_params(config, weights=weights, mesh=mesh, routing=routing)
-    return config, ds.init_params(config, jax.random.key(0), dtype=jnp.bfloat16)
+        params = random_params(config, weights=weights, mesh=mesh, routing=routing)
+    else:
+        params = ds.init_params(config, jax.random.key(0), dtype=jnp.bfloat16)
+    if config.engram is not None:
+        params = dataclasses.replace(params, engram=make_tables(config, None))
+    return config, params
 
 
 def add_model(parser):
     """Adds the options that say which model an engine has, in which form and on which devices."""
     parser.add_argument("--draft-tokens", type=int, default=0)
     parser.add_argument("--steps-per-call", type=int, default=1)
-    parser.add_argument("--cache-format", default="fp8_ue8m0")
+    parser.add_argument("--cache-format", help="if not given, the model's own")
     parser.add_argument("--layers", type=int, help="use only the first so many layers of a preset")
     parser.add_argument("--experts", type=int, help="routed experts of a preset")
+    parser.add_argument(
+        "--engram-rows", type=int, default=ENGRAM_ROWS,
+        help="of each Engram table, which lie in the host's memory",
+    )  # fmt: skip
     parser.add_argument(
         "--routing", choices=list(LAWS), default="uniform",
         help="how tokens pick the experts of a preset on a GPU",
@@ -71,6 +86,7 @@ def load_model(args):
     config, params = load(
         args.config, args.layers, args.experts,
         weights=args.weights, mesh=mesh, routing=args.routing,
+        drafts=args.draft_tokens > 0, engram_rows=args.engram_rows,
     )  # fmt: skip
     return config, params, mesh
 

@@ -58,7 +58,7 @@ def init_cache(
       max_requests: NS, slots.
       max_context_tokens: longest context of a request, in tokens; any number.
       cache_format: name of the storage format, or a `CacheFormat`; None is that of the config's
-        idea, or the default, `fp8_ue8m0`.
+        idea, or the model's own: `fp8_ue8m0` of V4, `fp4_e4m3` of V4.1.
       num_blocks: physical blocks. None gives every slot a full context of its own: slot r holds
         blocks r * LB to (r + 1) * LB - 1, so that it works without a manager. A number leaves
         the tables empty, for a manager to fill.

@@ -61,7 +61,7 @@ class EngineOptions:
       max_requests: requests that run at once, at least 1; more wait for a slot.
       max_context_tokens: longest prompt and answer together, at least 1.
       cache_format: name of the storage format, or a `CacheFormat`; None is that of the idea, or the
-        default, `fp8_ue8m0`.
+        model's own: `fp8_ue8m0` of V4, `fp4_e4m3` of V4.1.
       idea: changes to the model, in the place of those that `config` carries; None keeps those.
       prefill_tokens: sizes of a step that holds prompt tokens, ascending, at most 64; each is a
         program. The largest must hold a token of every request. None is 64 and 256, and
