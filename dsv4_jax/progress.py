@@ -31,7 +31,7 @@ class Progress:
     way, and where that takes longer than all that were to come, no time is told.
 
     A unit whose name `begin` told is named, with its number; of several at once the numbers are
-    told. Any thread may call `begin` and `add`.
+    told. Seconds are those of the whole work. Any thread may call `begin` and `add`.
 
     Attributes:
       tells_left: whether the time that is left is told; it may change as work goes on.
@@ -113,7 +113,8 @@ class Progress:
                 return
             spent = now - self._begun
             self._next_line = now + (NEXT_LINE_S if spent < LONG_S else LATER_LINE_S)
-            text = f"{self._told_place()}{spent:.0f} s"
+            of_all = " in all" if self._names and self._done else ""
+            text = f"{self._told_place()}{spent:.0f} s{of_all}"
             if self.tells_left and self._first_done < self._done < self._total:
                 pace = (self._last_end - self._first_end) / (self._done - self._first_done)
                 left = pace * (self._total - self._done) - (now - self._last_end)

@@ -43,6 +43,7 @@ def tool(function: Callable[..., Any], description: str, **schemas: Any) -> dict
 
 FUNCTIONS = {function.__name__: function for function in (multiply, hour_in)}
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 999}
+"""Bounds end a number where a model does not, such as the small one of `chat_checkpoint.py`."""
 TOOLS = [
     tool(multiply, "Multiplies two whole numbers.", a=NUMBER, b=NUMBER),
     tool(hour_in, "The hour of day in a city.", city={"enum": list(HOURS)}),

@@ -3,6 +3,7 @@ import gc
 import os
 import pathlib
 import shutil
+import signal
 import tempfile
 
 # The wheels that compile for GPUs without one would look for a driver first. LLVM's first level
@@ -138,3 +139,14 @@ def lane(request):
     else:
         with pk.gpu_interpreter():
             yield request.param
+
+
+@pytest.fixture
+def interrupts_arrive():
+    """SIGINT is as a terminal has it, here and in what a test starts.
+
+    A script starts what runs in its background with the signal ignored.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

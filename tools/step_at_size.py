@@ -3,9 +3,10 @@
 Prints, as JSON, the seconds it took, its launches, bytes of its arguments, bytes that it updates in
 place and takes beside them, every copy of a MiB or more, and what the host would wait for. Nothing
 is allocated: arguments are shapes. With `--drafts` it is the engine's step, draft block included,
-or with `--dspark` DSpark stages, with `--steps-per-call` its call of several decode steps, with
-`--draws` alone its decode step, or the `trunk` of that or what it draws `apart`, else a decode step
-that gives logits. Flash with all its experts, as the release stores them:
+or with `--dspark` DSpark stages, with `--prompts` its step that holds so many tokens of prompts,
+with `--steps-per-call` its call of several decode steps, with `--draws` alone its decode step, or
+the `trunk` of that or what it draws `apart`, else a decode step that gives logits. Flash with all
+its experts, as the release stores them:
 
     python -m tools.step_at_size 43 1 --config flash --weights released --drafts 1
     python -m tools.step_at_size 43 1 --config flash --weights released --drafts 5 --dspark
@@ -29,13 +30,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4_jax as ds
-from dsv4_jax.bench.parts import one_token_each
+from dsv4_jax.bench.parts import one_token_each, random_rows
 from dsv4_jax.bench.program import count_launches
 from dsv4_jax.bench.round_case import usual_stages
 from dsv4_jax.cache.model_cache import tree_bytes
 from dsv4_jax.cache.snapshots import SnapshotPlan, init_snapshot_store
 from dsv4_jax.cli.arguments import add_activations, add_weights
 from dsv4_jax.config.first_layers import first_layers
+from dsv4_jax.config.upper_layers import upper_layers, upper_size
 from dsv4_jax.model.weight_forms import RELEASE_FORMS
 from dsv4_jax.model.weight_sizes import FORMATS, walk_weights, weight_format
 from dsv4_jax.step.decode_steps import jit_plain_decode_steps
@@ -65,6 +67,7 @@ def compile_step(
     draft_tokens=0,
     steps_per_call=1,
     draws=None,
+    prompts=0,
 ):
     """The figures above, with unrolled layers."""
     device = aot._device("sm_90a")
@@ -84,18 +87,19 @@ def compile_step(
     asked = {}
     if draws in ("full", "apart"):
         asked = _all_that_can_be_asked(config, batch, context, draft_tokens)
-    if draft_tokens:
+    if draft_tokens or prompts:
         store = placed(jax.eval_shape(lambda c: init_snapshot_store(c, batch), cache))
-        serve_input = placed(dataclasses.replace(_serve_input(batch, draft_tokens), **asked))
+        serve_input = _serve_input(config, batch, draft_tokens, num_tokens=prompts)
+        serve_input = placed(dataclasses.replace(serve_input, **asked))
         step, arguments = jit_serve_step, (params, cache, store, serve_input)
         donated.append(store)
         static["draft_tokens"] = draft_tokens
     elif steps_per_call > 1:
-        serve_input = placed(_serve_input(batch, 0, num_steps=steps_per_call))
+        serve_input = placed(_serve_input(config, batch, 0, num_steps=steps_per_call))
         step, arguments = jit_plain_decode_steps, (params, cache, serve_input)
         static["num_steps"] = steps_per_call
     elif draws is not None:
-        serve_input = placed(dataclasses.replace(_serve_input(batch, 0), **asked))
+        serve_input = placed(dataclasses.replace(_serve_input(config, batch, 0), **asked))
         last = placed(jax.eval_shape(lambda: ServeOutput.empty(batch, 0, config.vocab_size)))
         step, arguments = jit_plain_decode_step, (params, cache, serve_input, last)
         if draws in ("trunk", "apart"):
@@ -135,19 +139,27 @@ def compile_step(
     }
 
 
-def _serve_input(batch, draft_tokens, num_steps=1):
-    """Shapes of a call in which every request decodes and all its drafts are checked."""
+def _serve_input(config, batch, draft_tokens, *, num_steps=1, num_tokens=0):
+    """Shapes of a call in which every request decodes and all its drafts are checked.
+
+    Or of one that holds prompts, `num_tokens` in all, and runs upper layers for as few as it may.
+    """
 
     def build():
-        tokens = jnp.zeros(batch * (draft_tokens + 1), jnp.int32)
-        row = jnp.zeros(batch, jnp.int32)
+        count = num_tokens or batch * (draft_tokens + 1)
+        tokens, row = jnp.zeros(count, jnp.int32), jnp.zeros(batch, jnp.int32)
+        engram = random_rows(config, count, np.random.default_rng(0))
+        upper = upper_size(count, batch) if num_tokens and upper_layers(config) else 0
         return ServeInput(
-            step_input=ds.StepInput(token_ids=tokens, request_ids=tokens, request_slots=row),
+            step_input=ds.StepInput(
+                token_ids=tokens, request_ids=tokens, request_slots=row, engram=engram
+            ),
             num_checked=row,
             next_token_ids=row,
             sampling=ds.make_sampling(batch),
             snapshots=SnapshotPlan(rows=row, ends=row, places=row),
             num_steps=row if num_steps > 1 else None,
+            upper=jnp.zeros(upper, jnp.int32) if upper else None,
         )
 
     return jax.eval_shape(build)
@@ -223,6 +235,7 @@ def main():
     parser.add_argument("--experts", type=int, help="if not given, as many as the preset has")
     parser.add_argument("--drafts", type=int, default=0, help="tokens that the draft guesses")
     parser.add_argument("--dspark", action="store_true", help="three DSpark stages are the draft")
+    parser.add_argument("--prompts", type=int, default=0, help="tokens of a step that holds any")
     parser.add_argument("--steps-per-call", type=int, default=1)
     parser.add_argument("--draws", choices=_DRAWS, help="what rows may ask of them")
     add_activations(parser, prefill=False)
@@ -237,6 +250,7 @@ def main():
         draft_tokens=arguments.drafts,
         steps_per_call=arguments.steps_per_call,
         draws=arguments.draws,
+        prompts=arguments.prompts,
     )
     print(json.dumps(found))
 

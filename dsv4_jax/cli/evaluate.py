@@ -111,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
             f"--length must be in {covered + 1}..{config.max_position_embeddings}, since choices "
             f"are compared on tokens beyond what is always selected, got {args.length}"
         )
-    rows = held_out_rows(read_held_out(args.corpus), args.length)[: args.rows]
+    all_rows = held_out_rows(read_held_out(args.corpus), args.length)
+    rows = all_rows[: args.rows]
     with telling_users_frames():
         for carried in configs.values():
             trace_loss(carried, args.length)
@@ -119,8 +120,15 @@ def run(args: argparse.Namespace) -> int:
     _, params = load_checkpoint(
         checkpoint, dtype=jnp.float32, follow_links=args.follow_links, drafts=False
     )
-    print(f"{len(rows)} rows of {args.length} tokens, f32 activations; nats per token,")
+    of_them = "all" if len(rows) == len(all_rows) else f"the first {len(rows)} of"
+    print(
+        f"{of_them} {len(all_rows)} rows of {args.length} tokens, f32 activations; nats per token,"
+    )
     print("95 % intervals by bootstrap over rows", flush=True)
+    if len(rows) < len(all_rows):
+        print(
+            "other rows have other losses: compare what was measured on the same ones", flush=True
+        )
     chosen = {name: getattr(args, name) for name in _CHOSEN}
     about = {"checkpoint": str(checkpoint), "length": args.length, "rows": len(rows)}
     about |= {"chosen": json.loads(json.dumps(chosen, default=str))}
@@ -246,9 +254,11 @@ def _compare(report: _Report, configs: dict[str, DSV4Config]) -> None:
         first_name, *others = by_row  # none other where an idea is compared with itself
         for name in others:
             difference = paired_difference(by_row[first_name], by_row[name])
-            told = "differ" if difference.leaves_out_zero else "may be equal"
+            told = "they may be equal"
+            if difference.leaves_out_zero:
+                told = f"{name} is {'worse' if difference.mean > 0 else 'better'}"
             label = "difference, row by row" if len(others) == 1 else f"{name} from {first_name}"
-            print(f"  {label:<40}{_shown(difference, sign='+')}; they {told}", flush=True)
+            print(f"  {label:<40}{_shown(difference, sign='+')}; {told}", flush=True)
 
 
 def _count_tables(config: DSV4Config) -> int:

@@ -80,7 +80,7 @@ def print_mesh_plan(
     print("\n".join(step_lines(beside)))
     free = gpus.memory_bytes - count - beside.total_bytes + beside.cache_bytes
     print(f"left for a cache: {shown_bytes(max(free, 0))}")
-    print_cache(beside, args.context)
+    print_cache(beside, args.context, of=args.requests if data > 1 else None)
     print(f"requests that fit: {data * fitting:,}, {fitting:,} on each of {data} data shard(s)")
     if not fitting:
         print(f"the longest context that fits: {placed.longest_context():,} tokens")
@@ -90,12 +90,19 @@ def print_mesh_plan(
     return fits
 
 
-def print_cache(beside: EngineBytes, context: int) -> None:
-    """Prints what a cache takes on a device, and what of it are snapshots."""
+def print_cache(beside: EngineBytes, context: int, *, of: int | None = None) -> None:
+    """Prints what a cache takes on a device, and what of it are snapshots.
+
+    Args:
+      beside: what an engine takes on a device.
+      context: tokens of a request.
+      of: requests of all devices, if one has not all of them.
+    """
     pools = beside.pools
+    its = f"{pools.max_requests:,}" if of is None else f"its {pools.max_requests:,} of {of:,}"
     snapshots = pools.num_snapshots * pools.bytes_per_snapshot
     print(
-        f"cache: {shown_bytes(pools.memory_bytes)} for {pools.max_requests:,} request(s) of "
+        f"cache: {shown_bytes(pools.memory_bytes)} for {its} request(s) of "
         f"{context:,} tokens: slots and blocks {shown_bytes(pools.memory_bytes - snapshots)}, "
         f"tables and lengths included, and {pools.num_snapshots:,} snapshots, where known prefixes "
         f"are resumed, {shown_bytes(snapshots)}"

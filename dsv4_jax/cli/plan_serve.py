@@ -53,7 +53,7 @@ def not_run(placed: Placement) -> list[str]:
     if placed.config.engram is not None:
         found.append("an engine of a model with Engram tables")
     if placed.options.draft_tokens and placed.data * placed.model > 1:
-        found.append("drafts on more than one GPU")
+        found.append("drafts on more than one GPU, which --drafts off leaves out")
     return found
 
 

@@ -96,7 +96,7 @@ def test_what_is_under_way_is_named_with_its_number(clock, capsys):
     assert capsys.readouterr().err.splitlines() == [
         "compiling program 1 of 4 (step of 24 tokens): 4 s",
         "compiling programs 1 to 2 of 4: 9 s",
-        "compiling program 2 of 4 (decode step): 14 s",
+        "compiling program 2 of 4 (decode step): 14 s in all",
         "compiling: 3 of 4 programs after 19 s",
     ]
 

@@ -10,6 +10,8 @@ import pytest
 
 from dsv4_jax.signals import end_at_once, end_soon, keep_interrupts
 
+pytestmark = pytest.mark.usefixtures("interrupts_arrive")
+
 ROOT = pathlib.Path(__file__).parents[2]
 PLACES = {
     "a callback of the collector": """

@@ -80,7 +80,9 @@ class CompileLines:
     def run_all(
         self, runner: RunsIdle, steps: Sequence[IdleStep], jobs: Sequence[Job]
     ) -> list[tuple[str, float]]:
-        """Compiles the programs of steps side by side, and then runs every job.
+        """Compiles the programs of steps side by side, and then runs every job once.
+
+        The first takes nearly all of the time, and each has lines of its own.
 
         Args:
           runner: what runs them.
@@ -91,14 +93,8 @@ class CompileLines:
           Names and seconds of each, from when it was begun; those of steps overlap.
         """
         devices, times = runner.devices, []
-        with Progress(
-            len(jobs),
-            unit="program",
-            doing="compiling",
-            shown=self._shown,
-            has_bar=False,
-            tells_left=False,
-        ) as bar:
+        told: dict[str, Any] = {"shown": self._shown, "has_bar": False, "tells_left": False}
+        with Progress(len(steps), unit="program", doing="compiling", **told) as bar:
             try:
                 for step in steps:
                     bar.begin(step.name)
@@ -106,16 +102,15 @@ class CompileLines:
                     runner.run_idle(step, only_compiles=True)
             finally:  # none is left for the next call
                 seconds = devices.finish_compiling()
-            compiled = dict(zip((step.name for step in steps), seconds, strict=True))
+        compiled = dict(zip((step.name for step in steps), seconds, strict=True))
+        with Progress(len(jobs), unit="program", doing="running for the first time", **told) as bar:
             for name, job in jobs:
-                if name not in compiled:
-                    bar.begin(name)
+                bar.begin(name)
                 started = time.perf_counter()
                 job()
                 jax.block_until_ready((devices.cache, devices.store))
                 times.append((name, compiled.get(name, 0.0) + time.perf_counter() - started))
-                if name not in compiled:
-                    bar.add(name=name)
+                bar.add(name=name)
         self.knows_all = True
         return times
 

@@ -36,6 +36,8 @@ from dsv4_jax.serving import engine
 from dsv4_jax.step.sampling import MAX_TOKENS
 from helpers import bad_files
 
+pytestmark = pytest.mark.usefixtures("interrupts_arrive")
+
 SAVED = pathlib.Path(__file__).parents[2] / "data" / "hf_saved_tiny"
 SHIPPED = pathlib.Path(ds.SHIPPED_CHECKPOINT)
 COMMANDS = {

@@ -144,7 +144,7 @@ def test_a_plan_ends_with_the_command_that_serves_it(capsys, words, line):
             "an engine of a model with Engram tables, drafts on more than one",
         ),
         ("v41-flash --gpu h200x4 --drafts off", "an engine of a model with Engram tables"),
-        ("flash --gpu h200x2", "drafts on more than one GPU"),
+        ("flash --gpu h200x2", "drafts on more than one GPU, which --drafts off leaves out"),
         ("flash --gpu h200x2 --drafts off", None),
         ("tiny", None),
     ],

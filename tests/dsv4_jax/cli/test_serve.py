@@ -19,6 +19,8 @@ from dsv4_jax.cli.serve import tell_of_completions
 from dsv4_jax.serve.server import bind
 from helpers.clients import openai
 
+pytestmark = pytest.mark.usefixtures("interrupts_arrive")
+
 
 def message_of(capsys, *arguments):
     assert main(["serve", *arguments]) == 2

@@ -120,8 +120,8 @@ def test_more_than_two_ideas_are_compared_with_the_first(checkpoint, folder, cap
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert printed.count("bf16 from none") == printed.count("my_ideas:newest from none") == 2
-    assert "+0.5000 (+0.5000 to +0.5000); they differ" in printed
-    assert "-0.2500 (-0.2500 to -0.2500); they differ" in printed
+    assert "+0.5000 (+0.5000 to +0.5000); bf16 is worse" in printed
+    assert "-0.2500 (-0.2500 to -0.2500); my_ideas:newest is better" in printed
 
 
 @pytest.mark.slow

@@ -92,18 +92,19 @@ def run_all(lines, clock):
     return lines.run_all(Runner(clock, 6), STEPS, jobs)
 
 
-def test_warmup_tells_the_number_of_each_program_and_of_all(clock, capsys):
+def test_warmup_tells_the_number_of_each_program_that_takes_long(clock, capsys):
     times = run_all(CompileLines(shown=True), clock)
     assert [name for name, _ in times] == ["tables", *(s.name for s in STEPS), "verification"]
     assert times[1][1] >= 1
     assert times[2][1] >= 2
     assert capsys.readouterr().err.splitlines() == [
-        "compiling programs 1 to 2 of 4: 6 s",
-        "compiling program 2 of 4 (decode step of 4 tokens): 12 s",
-        "compiling: 2 of 4 programs after 18 s",
-        "compiling: 3 of 4 programs after 24 s",
-        "compiling program 4 of 4 (verification): 36 s",
-        "compiling: 4 of 4 programs after 42 s",
+        "compiling programs 1 to 2 of 2: 6 s",
+        "compiling program 2 of 2 (decode step of 4 tokens): 12 s in all",
+        "compiling: 2 of 2 programs after 18 s",
+        "running for the first time: 1 of 4 programs after 6 s",
+        "running for the first time: 2 of 4 programs after 12 s",
+        "running for the first time: 3 of 4 programs after 18 s",
+        "running for the first time: 4 of 4 programs after 24 s",
     ]
 
 

@@ -114,8 +114,12 @@ def test_programs_are_told_while_they_compile(monkeypatch):
     ]
     told.clear()
     names = [name for name, _ in engine.warmup()]
-    assert told[0] == ("compiling", len(names))
-    assert sorted(told[1:]) == sorted([*names, *(f"done {name}" for name in names)])
+    steps = ["step of 24 tokens", "decode step of 4 tokens"]
+    begun = [line for line in told if isinstance(line, tuple)]
+    assert begun == [("compiling", 2), ("running for the first time", len(names))]
+    lines = [line for line in told if isinstance(line, str)]
+    assert lines.count("step of 24 tokens") == lines.count("done step of 24 tokens") == 2
+    assert sorted(lines) == sorted([*steps, *names, *(f"done {name}" for name in [*steps, *names])])
     told.clear()
     silent = make_engine(**options)
     run_to_end(silent, silent.submit([1, 2, 3], max_new_tokens=3, stop_token_ids=()))

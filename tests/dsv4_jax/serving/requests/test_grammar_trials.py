@@ -21,6 +21,8 @@ from dsv4_jax.serving.requests.helper_processes import HelperKilledError, Helper
 from helpers import slow
 from helpers.serving import byte_tokenizer, until
 
+pytestmark = pytest.mark.usefixtures("interrupts_arrive")
+
 GOOD = "start: /[a-z]{30}/"
 END, VOCAB = 257, 260
 
@@ -269,7 +271,7 @@ def test_who_is_killed_while_a_grammar_compiles_leaves_no_process():
         process.stdin.flush()
         pid = int(process.stdout.readline())
         started = seconds_of(pid)
-        until(lambda: seconds_of(pid) > started + 1.2)
+        until(lambda: seconds_of(pid) > started + 0.3)
         process.kill()
     until(lambda: seconds_of(pid) is None)
 
