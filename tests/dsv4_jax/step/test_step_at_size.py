@@ -86,6 +86,22 @@ def test_v41_flash_runs_no_reference_and_copies_no_weight(batch):
     assert sum(found["launches"].values()) <= LAUNCHES_OF_V41[batch] * 40
 
 
+@pytest.mark.parametrize(
+    ("batch", "of_engine"), [(8, ("--draws", "trunk")), (64, ("--prompts", "256"))], ids=str
+)
+def test_neither_does_an_engine_of_it(batch, of_engine):
+    """Its decode step, and its step with prompts, which upper layers run as little as they may."""
+    options = ("--config", "v41_flash", "--weights", "released", "--experts", "128")
+    found = figures(
+        40, batch, *options, "--context", "9472", *of_engine, environment={FORBID_VARIABLE: "1"}
+    )
+    assert found["alias_bytes"] == found["cache_bytes"]
+    assert found["large_copies"] == []
+    assert found["weight_sized"] == []
+    assert found["waits"] == []
+    assert found["temp_bytes"] <= 256 * 2**20
+
+
 @pytest.mark.parametrize(("config", "layers", "published"), [("flash", 43, 159_609_485_896)])
 def test_arguments_are_the_released_weights(config, layers, published):
     """All experts and the draft block, each read by the step; nothing is held twice."""
