@@ -65,7 +65,12 @@ def select(selector: Selector, selection: Selection, max_selected: int | None) -
     shape = selection.scores.shape
     mask: Any = selector(selection)
     if getattr(mask, "shape", None) != shape or mask.dtype != bool:
-        checks.refuse("what a selector gives", f"bool{list(shape)}, as the scores", mask)
+        checks.refuse(
+            "what a selector gives",
+            f"bool{list(shape)}, as the scores",
+            mask,
+            "a pooling or a sampler is no selector: put it into an Idea, by its name",
+        )
     mask &= visible_entries(selection)
     return mask if max_selected is None else to_mask(_to_indices(mask, max_selected), shape[-1])
 

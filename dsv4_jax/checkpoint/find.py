@@ -132,10 +132,19 @@ def may_be_checkpoint(text: str) -> bool:
 
 
 def near_checkpoint(text: str, known: Sequence[str] = (SHIPPED,)) -> str | None:
-    """The known name of a checkpoint that a word is near; None of a text of several words."""
+    """The known name of a checkpoint that a word is near; None of a text of several words.
+
+    A name on the hub is near by its last part too, with or without `DeepSeek-`.
+    """
     if len(text.split()) != 1 or len(text) > _LONGEST_NAME:
         return None
-    return next(iter(difflib.get_close_matches(text, known, n=1)), None)
+    spelt = {}
+    for name in known:
+        model = name.rpartition("/")[2]
+        for spelling in (model.removeprefix("DeepSeek-"), model, name):
+            spelt.setdefault(spelling.lower(), name)
+    near = difflib.get_close_matches(text.lower(), spelt, n=1)
+    return spelt[near[0]] if near else None
 
 
 def _refuse_address(name: str) -> None:

@@ -238,7 +238,8 @@ def _fit(
     if fitting:
         free = gpus.memory_bytes - needed + beside.cache_bytes
         lines.append(f"left for a cache: {shown_bytes(max(free, 0))} of {gpus}")
-        lines.append(f"requests that fit: {fitting:,}")
+        cache = shown_bytes(placed.beside(fitting).pools.memory_bytes)
+        lines.append(f"requests that fit: {fitting:,}, whose cache takes {cache}")
     asked = f"{args.requests:,} request(s) of {args.context:,} tokens"
     if needed <= gpus.memory_bytes:
         print(

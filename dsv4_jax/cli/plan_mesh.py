@@ -81,7 +81,12 @@ def print_mesh_plan(
     free = gpus.memory_bytes - count - beside.total_bytes + beside.cache_bytes
     print(f"left for a cache: {shown_bytes(max(free, 0))}")
     print_cache(beside, args.context, of=args.requests if data > 1 else None)
-    print(f"requests that fit: {data * fitting:,}, {fitting:,} on each of {data} data shard(s)")
+    their = ""
+    if fitting:
+        their = f", whose cache takes {shown_bytes(placed.beside(fitting).pools.memory_bytes)}"
+    print(
+        f"requests that fit: {data * fitting:,}, {fitting:,} on each of {data} data shard(s){their}"
+    )
     if not fitting:
         print(f"the longest context that fits: {placed.longest_context():,} tokens")
     if config.sources is not None:
@@ -212,10 +217,10 @@ def _print_floor(
         "tokens pick experts evenly; last column: each at random, so that all GPUs wait for the "
         "one with most to do"
     )
-    rows = -(-batches[-1] // placed.data)
-    for collective in floor(batches[-1]).collectives:
+    rows = -(-(most or batches[-1]) // placed.data)
+    for collective in floor(rows * placed.data).collectives:
         print(
-            f"{collective.count} over {collective.axis}, {collective.name}: "
+            f"{collective.count} collectives over {collective.axis}, {collective.name}: "
             f"{collective.sent_bytes / 1e6:,.3f} MB sent by a GPU with {rows} requests"
         )
 

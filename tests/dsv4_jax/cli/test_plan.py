@@ -353,7 +353,7 @@ def test_a_split_cache_is_planned(plan):
     _, text = plan("flash", "--model-shards", 8, "--context", MILLION, "--split-cache")
     assert "data=1, model=8, cache split over model, 8 GPU(s)" in text
     assert "requests that fit: 239, 239 on each of 1 data shard(s)" in text
-    assert re.search(r"^41 over model, sums of attention: ", text, re.M)
+    assert re.search(r"^41 collectives over model, sums of attention: ", text, re.M)
 
 
 def test_a_mesh_says_what_fits_and_what_a_step_takes_at_least(plan):
@@ -457,6 +457,9 @@ def test_arguments_that_do_not_parse_are_one_line_and_status_2(capsys, arguments
         (["sevre"], "; did you mean serve?"),
         (["plan", "flash", "--cache-format", "fp8_ue8m"], "; did you mean fp8_ue8m0?"),
         (["plan", "flash-0371"], "got 'flash-0371'; did you mean flash-0731?"),
+        (["plan", "V4-Flash"], "got 'V4-Flash'; did you mean deepseek-ai/DeepSeek-V4-Flash?"),
+        (["plan", "v4-pro"], "got 'v4-pro'; did you mean deepseek-ai/DeepSeek-V4-Pro?"),
+        (["plan", "DeepSeek-V4.1-Flahs"], "did you mean deepseek-ai/DeepSeek-V4.1-Flash?"),
         (["plan", "flash", "--cache-format", "zzz"], "'fp4_e4m3')"),
     ],
 )
