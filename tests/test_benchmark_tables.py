@@ -200,8 +200,6 @@ def test_points_of_a_picture_stand_where_their_numbers_say():
 # What the README says of a step or a prompt, and the row of docs/benchmarks/ that has it.
 FROM_DOCUMENT = {
     r"1 request of 8,192 tokens: ([\d.]+) ms a step": "and a plain step {0} (",
-    r"up to 1,024 tokens: ([\d.]+) ms for 8": "| 8 | {0} (11.16 to 11.18) |",
-    r"for 8, ([\d.]+) ms for 64": "| 64 | {0} (29.79 to 29.99) |",
     r"64 requests of 8,192 tokens, [^:]*: ([\d.]+) ms": "| 1x4 | 1, 8,192 | {0} (4.69 to 6.18) |",
     r"ms, ([\d.]+) ms and": "| 1x4 | 8, 8,192 | {0} (6.71 to 7.22) | 3.25 |",
     r"ms and ([\d.]+) ms": "| 1x4 | 64, 8,192 | {0} (18.57 to 18.83) | 12.52 |",
@@ -210,9 +208,6 @@ FROM_DOCUMENT = {
     ),
     r"32,768 tokens: ([\d.]+) s, ([\d,]+) tokens/s": (
         "| 32,768 | 32,768 | uniform | {0} (1.548 to 1.553) | {1} |"
-    ),
-    r"`--model-shards 2`: ([\d.]+) ms, ([\d,]+) tokens": (
-        "| 1x2 | 256, 16,384 | {0} (31.27 to 38.25) | 21.86 | {1} |"
     ),
 }
 
