@@ -116,7 +116,7 @@ def test_programs_are_told_while_they_compile(monkeypatch):
     names = [name for name, _ in engine.warmup()]
     steps = ["step of 24 tokens", "decode step of 4 tokens"]
     begun = [line for line in told if isinstance(line, tuple)]
-    assert begun == [("compiling", 2), ("running for the first time", len(names))]
+    assert begun == [("compiling", 2), ("starting", len(names))]
     lines = [line for line in told if isinstance(line, str)]
     assert lines.count("step of 24 tokens") == lines.count("done step of 24 tokens") == 2
     assert sorted(lines) == sorted([*steps, *names, *(f"done {name}" for name in [*steps, *names])])
