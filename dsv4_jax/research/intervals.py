@@ -10,6 +10,8 @@ from numpy.typing import ArrayLike
 from scipy.special import ndtr, stdtrit
 
 _DRAWS_AT_ONCE = 2**22
+_FEW_ROWS = 8
+"""Below so many rows percentiles of drawn means are too near."""
 
 
 class Interval(NamedTuple):
@@ -32,7 +34,9 @@ def mean_interval(
 
     Rows are drawn again with replacement, and the interval is that of the means' percentiles. Those
     are too narrow for few rows, since a sample's spread is less than that of what it was drawn
-    from; here they are as far out as Student's t is beside the normal distribution.
+    from; here they are as far out as Student's t is beside the normal distribution. No mean that is
+    drawn lies beyond the rows themselves, so that of fewer than eight rows the interval is at least
+    that of Student's t.
 
     Args:
       values: f64[n], one per row; rows are independent of each other.
@@ -59,8 +63,11 @@ def mean_interval(
         means.append(rows[draws].mean(axis=1))
     quantile = stdtrit(count - 1, (1 - level) / 2)
     tail = float(ndtr(quantile * math.sqrt(count / (count - 1))))
-    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
-    return Interval(mean, float(low), float(high))
+    low, high = map(float, np.quantile(np.concatenate(means), [tail, 1 - tail]))
+    if count < _FEW_ROWS:
+        width = -float(quantile) * float(rows.std(ddof=1)) / math.sqrt(count)
+        low, high = min(low, mean - width), max(high, mean + width)
+    return Interval(mean, low, high)
 
 
 def paired_difference(first: ArrayLike, second: ArrayLike, **options: Any) -> Interval:

@@ -22,9 +22,18 @@ def share_that_leaves_out_zero(rows, **options):
     return np.mean([paired_difference(a, b, **options).leaves_out_zero for a, b in pairs])
 
 
-@pytest.mark.parametrize("rows", [8, 41])
+@pytest.mark.parametrize("rows", [2, 3, 4, 5, 7, 8, 41])
 def test_of_two_equal_ideas_few_intervals_leave_nought_out(rows):
     assert 0.01 <= share_that_leaves_out_zero(rows) <= 0.08
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_an_interval_of_few_rows_reaches_beyond_them(rows):
+    values = np.arange(1.0, rows + 1)
+    mean, low, high = mean_interval(values)
+    assert mean == values.mean()
+    assert low < 1
+    assert high > rows
 
 
 def test_an_interval_that_is_too_narrow_would_show():
