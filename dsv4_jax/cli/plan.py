@@ -99,7 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_mesh(
         parser,
         split_cache=True,
-        if_not_given="those with room for most requests on several GPUs of --gpu, else 1",
+        if_not_given="those with room for most requests on several GPUs of --gpu, or beside the "
+        "other what is left of them; else 1",
     )
     add_tiers(parser)
     parser.add_argument(

@@ -41,7 +41,8 @@ def plan_mesh(
     place_model = functools.partial(place_model, gpu_bytes=gpus.memory_bytes)
     if args.data is None and args.model is None:
         return _roomiest(placements_on(gpus.count, place_model), gpus)
-    placed = place_model(data=args.data or 1, model=args.model or 1)
+    data = args.data or max(1, gpus.count // args.model)
+    placed = place_model(data=data, model=args.model or max(1, gpus.count // data))
     if gpus.count not in (1, placed.data * placed.model):
         raise ValueError(
             f"--gpu {gpus} must be one GPU, or as many as --data-shards {placed.data} times "
@@ -104,7 +105,9 @@ def print_cache(beside: EngineBytes, context: int, *, of: int | None = None) -> 
       of: requests of all devices, if one has not all of them.
     """
     pools = beside.pools
-    its = f"{pools.max_requests:,}" if of is None else f"its {pools.max_requests:,} of {of:,}"
+    its = f"{pools.max_requests:,}"
+    if of is not None:
+        its += f" of the {of:,}"
     snapshots = pools.num_snapshots * pools.bytes_per_snapshot
     print(
         f"cache: {shown_bytes(pools.memory_bytes)} for {its} request(s) of "

@@ -193,10 +193,13 @@ def test_several_gpus_of_a_kind_are_a_mesh(plan, capsys):
     assert "data=2, model=4" in text
     _, text = plan("flash", "--gpu", "h200", "--data-shards", 2, "--context", 8192)
     assert "data=2, model=1, 2 GPU(s) of 131.3 GiB" in text
+    for given in (("--model-shards", 4), ("--data-shards", 2)):  # the other takes the rest
+        _, text = plan("flash", "--gpu", "b200x8", *given, "--context", 8192)
+        assert "data=2, model=4, 8 GPU(s)" in text
     for arguments, message in (
         (
-            ("--gpu", "b200x8", "--model-shards", "4"),
-            "must be one GPU, or as many as --data-shards 1 times",
+            ("--gpu", "b200x8", "--data-shards", "2", "--model-shards", "2"),
+            "must be one GPU, or as many as --data-shards 2 times --model-shards 2",
         ),
         (("--gpu", "a100"), "argument --gpu: must be one of h100, h200, b200, b300, or several"),
         (("--gpu", "h200x0"), "argument --gpu: must be one of"),
