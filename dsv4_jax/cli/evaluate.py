@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="IDEA",
         help="two ideas or more: none, a cache format, or module:name of an Idea or a selector; "
-        "differences are from the first; if not given, none are compared",
+        "differences are from the first; if not given, no ideas, but formats, weights, selections "
+        "and layers that reuse one",
     )
     one = parser.add_argument_group("one idea, compared with none")
     one.add_argument(

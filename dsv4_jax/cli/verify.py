@@ -1,9 +1,10 @@
 """Checks a checkpoint, and a live cache that serves it: every row, owner and length, every step.
 
 Prompts that share heads run through a small engine with drafts, forks, preemptions and prefix
-hits, in each cache format. The whole cache is verified after every step, and every answer is
-compared with that of the same request alone, unless quantised weights take other activations in
-steps that hold prompts: answers then depend on how prompts are cut.
+hits, in the format that the model's cache has by default, or in each of several. The whole cache is
+verified after every step, and every answer is compared with that of the same request alone, unless
+quantised weights take other activations in steps that hold prompts: answers then depend on how
+prompts are cut.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4_jax.cache.schema import choose_cache_format
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.finite import list_not_finite
 from dsv4_jax.checkpoint.inventory import read_inventory
@@ -29,14 +31,16 @@ from dsv4_jax.cli.arguments import (
 )
 from dsv4_jax.cli.memory import Loading, check_engine_memory
 from dsv4_jax.cli.values import whole
+from dsv4_jax.config import DSV4Config
 from dsv4_jax.progress import Progress
 from dsv4_jax.serving.engine import Engine
 from dsv4_jax.serving.options import EngineOptions
 from dsv4_jax.serving.requests.calls import CacheError
 from dsv4_jax.serving.requests.request import Completion
-from pallas_kernels.common.formats import CACHE_FORMATS
+from pallas_kernels.common.formats import CACHE_FORMATS, get_cache_format
 from pallas_kernels.common.weights import is_quantized
 
+_ALL = "all"
 _REQUESTS, _BLOCKS = 3, 4
 """Slots of the engine, and blocks of a full context."""
 
@@ -46,9 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     parser.add_argument(
         "--cache-format",
-        choices=CACHE_FORMATS,
+        choices=(*CACHE_FORMATS, _ALL),
         action="append",
-        help="a format to check, repeatable; if not given, all of them",
+        help="a format to check, repeatable, or all that the model may have; if not given, that in "
+        "which the model was trained",
     )
     parser.add_argument(
         "--requests", type=whole(1, 10_000), default=6, help="prompts to serve in each format"
@@ -68,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     drafts = args.drafts != "off"
     checkpoint = find_checkpoint(args.checkpoint, revision=args.revision, drafts=drafts)
     config = read_inventory(checkpoint, follow_links=args.follow_links, drafts=drafts).config
+    formats = _formats(args.cache_format, config)
     options = EngineOptions(
         mesh=mesh,
         split_cache=args.split_cache,
@@ -79,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     )
     check_engine_memory(
         config,
-        options.changed(cache_format="f32", grammars=False),  # the largest
+        # The largest of several.
+        options.changed(cache_format=formats[0] if len(formats) == 1 else "f32", grammars=False),
         Loading(checkpoint, jnp.bfloat16, follow_links=args.follow_links, drafts=drafts),
         way_out="a smaller checkpoint or a larger device",
     )
@@ -98,7 +105,6 @@ def run(args: argparse.Namespace) -> int:
     compares = args.prefill_activations in (None, args.activations) or not any(
         map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))
     )
-    formats = args.cache_format or CACHE_FORMATS
     with Progress(
         len(formats), unit="format", doing="verifying", shown=not follows, has_bar=False
     ) as bar:
@@ -125,6 +131,24 @@ def run(args: argparse.Namespace) -> int:
             failed |= bool(problems)
             bar.add()
     return int(failed)
+
+
+def _formats(asked: list[str] | None, config: DSV4Config) -> list[str]:
+    """Names of the formats to check.
+
+    Raises:
+      NotImplementedError: the model cannot have one that was asked for.
+    """
+    if asked is None:
+        return [get_cache_format(choose_cache_format(config, None)).name]
+    if _ALL not in asked:
+        return [get_cache_format(choose_cache_format(config, name)).name for name in asked]
+    formats = []
+    for name in CACHE_FORMATS:
+        with contextlib.suppress(NotImplementedError):  # of index keys that are rotated
+            choose_cache_format(config, name)
+            formats.append(name)
+    return formats
 
 
 def _serve(engine: Engine, args: argparse.Namespace, compares: bool) -> tuple[int, int, list[str]]:

@@ -103,7 +103,7 @@ class CompileLines:
             finally:  # none is left for the next call
                 seconds = devices.finish_compiling()
         compiled = dict(zip((step.name for step in steps), seconds, strict=True))
-        with Progress(len(jobs), unit="program", doing="starting", **told) as bar:
+        with Progress(len(jobs), unit="part", doing="starting", **told) as bar:
             for name, job in jobs:
                 bar.begin(name)
                 started = time.perf_counter()

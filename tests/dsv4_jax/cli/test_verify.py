@@ -9,7 +9,7 @@ import pytest
 import dsv4_jax as ds
 from dsv4_jax.allocator.pending_changes import PendingChanges
 from dsv4_jax.checkpoint.finite import list_not_finite
-from dsv4_jax.cli import main
+from dsv4_jax.cli import main, verify
 from helpers import serving
 from pallas_kernels import CACHE_FORMATS
 from pallas_kernels.common.weights import quantize_block_fp8, quantize_mxfp4
@@ -76,10 +76,25 @@ def test_nan_in_codes_and_scales_is_found():
 
 @pytest.mark.slow
 def test_the_shipped_checkpoint_is_well_in_every_format(capsys):
-    assert main(["verify"]) == 0
+    assert main(["verify", "--cache-format", "all"]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.split() == ["parameters", "finite"]
     assert [line.split()[:2] for line in lines] == [[name, "well,"] for name in CACHE_FORMATS]
+
+
+@pytest.mark.parametrize(
+    ("asked", "config", "formats"),
+    [
+        (None, ds.DSV4Config.flash(), ["fp8_ue8m0"]),
+        (None, ds.DSV4Config.v41_flash(), ["fp4_e4m3"]),
+        (["bf16", "f32"], ds.DSV4Config.flash(), ["bf16", "f32"]),
+        (["all"], ds.DSV4Config.flash(), list(CACHE_FORMATS)),
+        (["all"], ds.DSV4Config.v41_flash(), ["f32", "bf16", "fp4_e4m3"]),
+    ],
+    ids=["V4", "V4.1", "two", "all of V4", "all of V4.1"],
+)
+def test_formats_are_the_model_s_own_unless_others_are_asked_for(asked, config, formats):
+    assert verify._formats(asked, config) == formats
 
 
 def test_bad_input_is_one_line_and_status_2(capsys):

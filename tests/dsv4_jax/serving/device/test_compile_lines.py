@@ -101,10 +101,10 @@ def test_warmup_tells_the_number_of_each_program_that_takes_long(clock, capsys):
         "compiling programs 1 to 2 of 2: 6 s",
         "compiling program 2 of 2 (decode step of 4 tokens): 12 s in all",
         "compiling: 2 of 2 programs after 18 s",
-        "starting: 1 of 4 programs after 6 s",
-        "starting: 2 of 4 programs after 12 s",
-        "starting: 3 of 4 programs after 18 s",
-        "starting: 4 of 4 programs after 24 s",
+        "starting: 1 of 4 parts after 6 s",
+        "starting: 2 of 4 parts after 12 s",
+        "starting: 3 of 4 parts after 18 s",
+        "starting: 4 of 4 parts after 24 s",
     ]
 
 
