@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from dsv4_jax.step.sampling import Sampling, SamplingParams, make_sampling
     from dsv4_jax.step.step import stage_step
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "SHIPPED_CHECKPOINT",
