@@ -82,7 +82,7 @@ class CompileLines:
     ) -> list[tuple[str, float]]:
         """Compiles the programs of steps side by side, and then runs every job once.
 
-        The first takes nearly all of the time, and each has lines of its own.
+        Compiling takes nearly all of the time. Each of the two has lines of its own.
 
         Args:
           runner: what runs them.
