@@ -199,7 +199,12 @@ def test_points_of_a_picture_stand_where_their_numbers_say():
 
 # What the README says of a step or a prompt, and the row of docs/benchmarks/ that has it.
 FROM_DOCUMENT = {
-    r"1 request of 8,192 tokens: ([\d.]+) ms a step": "and a plain step {0} (",
+    r"([\d,]+) tokens/s drawn for 1 request .* draws ([\d,]+) tokens/s": (
+        "| 1, 8,192 + 1,024 | {1}, {0} |"
+    ),
+    r"([\d,]+) tokens/s for 8, .* and ([\d,]+) tokens/s, and with 32": (
+        "| 8, 8,192 + 1,024 | {1}, {0} |"
+    ),
     r"64 requests of 8,192 tokens, [^:]*: ([\d.]+) ms": "| 1x4 | 1, 8,192 | {0} (4.69 to 6.18) |",
     r"ms, ([\d.]+) ms and": "| 1x4 | 8, 8,192 | {0} (6.71 to 7.22) | 3.25 |",
     r"ms and ([\d.]+) ms": "| 1x4 | 64, 8,192 | {0} (18.57 to 18.83) | 12.52 |",

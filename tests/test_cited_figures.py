@@ -157,25 +157,29 @@ CITED = {
         r"tokens vLLM draws # tokens/s for one, # for 8 and # for 32 at a time": (
             lambda: [at(BESIDE, f"{n}, 8,192", 1) for n in (1, 8, 32)]
         ),
-        r"and dsv4-jax drew #, # and #\.": (
+        r"and dsv4-jax draws #, # and #\.": (
             lambda: [at(BESIDE, f"{n}, 8,192", 1, 1) for n in (1, 8, 32)]
         ),
-        r"one and eight requests take \[# and # of the time": lambda: [
-            at(SERVING, f"{n} | {ms}", 2) / at(SERVING, f"{n} | {ms}", 1)
-            for n, ms in ((1, 9.66), (8, 14.46))
+        r"512 tokens vLLM draws # for 64 at a time, and dsv4-jax #\.": (
+            lambda: [at(BESIDE, "64, 512", 1, n) for n in (0, 1)]
+        ),
+        r"a time \| one, 192 experts \| # and # drawn tokens/s, vLLM # and some #": lambda: [
+            *(at(BESIDE, f"{n}, 8,192", 1, 1) for n in (1, 32)),
+            at(BESIDE, "1, 8,192", 1),
+            in_words(BESIDE, r"it would have drawn some # tokens/s"),
         ],
+        r"of 8,192 tokens \| one, 192 experts \| #, #, # and # ms a step": (
+            lambda: [at(STEPS, f"{n}, 8,192 |", 1) for n in (1, 8, 32, 64)]
+        ),
     },
     "benchmarks/side_by_side": {
-        r"# ms with 16,384 tokens of context": lambda: [at(STEPS, "32, 16,384 |", 2)],
-        r"step of one takes # ms in place of #, and one of eight # in place of #": (
-            lambda: [
-                at(SERVING, start, cell) for start in ("1 | 9.66", "8 | 14.46") for cell in (2, 1)
-            ]
-        ),
-        r"table's # ms are # floors": lambda: [
-            at(BESIDE, "32, 8,192", 3),
-            at(BESIDE, "32, 8,192", 3) / at(STEPS, "32, 16,384 |", 2),
+        r"# ms with 8,192 tokens of context": lambda: [at(STEPS, "32, 8,192 |", 2)],
+        r"vLLM takes # ms and dsv4-jax #, which are # and # floors": lambda: [
+            *(at(BESIDE, "32, 8,192", 3, n) for n in (0, 1)),
+            *(at(BESIDE, "32, 8,192", 3, n) / at(STEPS, "32, 8,192 |", 2) for n in (0, 1)),
         ],
+        r"in # ms where vLLM has it in #": lambda: [at(BESIDE, "1, 8,192", 3, n) for n in (1, 0)],
+        r"reads # of the 192 experts": lambda: [at(STEPS, "32, 8,192 |", 7)],
     },
     "serving": {
         r"reads \[# tokens/s\]\(\S*\) in calls of 8,192 and # in calls of 32,768": (

@@ -15,7 +15,7 @@ DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "benchmarks" / "side_by_
 PICTURE = DOCUMENT.with_name("side_by_side.svg")
 
 SIZE, LEFT, RIGHT, TOP, BOTTOM = (720, 420), 72, 36, 56, 52
-MOST_X, STEP_X, MOST_Y, STEP_Y = 30, 5, 1500, 250
+MOST_X, STEP_X, MOST_Y, STEP_Y = 35, 5, 2000, 250
 COLOURS = {"vLLM": "#b3541e", "dsv4-jax": "#2b7a74"}
 DASHES = {"512 + 512": "", "8,192 + 1,024": ' stroke-dasharray="6 4"'}
 
