@@ -111,15 +111,16 @@ def _model(vocab_size, end, num_mtp_layers):
     return config, ds.init_params(config, jax.random.key(0))
 
 
-def small_engine(tokenizer=None, *, num_mtp_layers=0, **changes):
+def small_engine(tokenizer=None, *, num_mtp_layers=0, sinkhorn_iters=1, **changes):
     """An engine of one program, of half the slots where a slot's draw takes long."""
     tokenizer = tokenizer or v4_tokenizer()
     sizes = {
         "max_requests": 2 if _is_released(tokenizer) else 8, "max_context_tokens": 2048,
         "prefill_tokens": (STEP,), "decode_tokens": STEP, "num_snapshots": 16,
     }  # fmt: skip
-    made = model(tokenizer, num_mtp_layers=num_mtp_layers)
-    return ds.Engine(*made, tokenizer=tokenizer, **(sizes | changes))
+    config, params = model(tokenizer, num_mtp_layers=num_mtp_layers)
+    config = dataclasses.replace(config, hc_sinkhorn_iters=sinkhorn_iters)
+    return ds.Engine(config, params, tokenizer=tokenizer, **(sizes | changes))
 
 
 def num_slots(engine):
