@@ -34,6 +34,7 @@ class CompletionRequest(NamedTuple):
       streams: events are wanted.
       has_usage: the last event counts tokens.
       echoes: answers begin with their prompts.
+      names_by_id: log-probabilities call every token by its id.
     """
 
     prompts: list[str | list[int]]
@@ -42,6 +43,7 @@ class CompletionRequest(NamedTuple):
     streams: bool
     has_usage: bool
     echoes: bool
+    names_by_id: bool
 
 
 def read_completion(body: Mapping[str, Any], *, max_choices: int) -> CompletionRequest:
@@ -68,7 +70,8 @@ def read_completion(body: Mapping[str, Any], *, max_choices: int) -> CompletionR
         stop_texts=read_setting("stop_texts", body, "stop", ()),
         logprobs=logprobs,
     )
-    return CompletionRequest(prompts, n, sampling, streams, has_usage, echoes)
+    names_by_id = read_flag(body, "return_tokens_as_token_ids")
+    return CompletionRequest(prompts, n, sampling, streams, has_usage, echoes, names_by_id)
 
 
 def read_stream(body: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -110,7 +113,8 @@ class CompletionRenderer:
         self.streams, self.n = asked.streams, asked.n
         self._asked = asked
         self._tokenizer = tokenizer
-        self._names = TokenNames(tokenizer if asked.sampling.logprobs is not None else None)
+        has_names = asked.sampling.logprobs is not None
+        self._names = TokenNames(tokenizer if has_names else None, by_id=asked.names_by_id)
         self._model_name = model_name
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",

@@ -89,6 +89,7 @@ COMPLETIONS = {
     "stream": ANY,
     "stream_options": _STREAM_OPTIONS,
     "logprobs": ANY,
+    "return_tokens_as_token_ids": ANY,
     "echo": ANY,
     "stop": ANY,
     "suffix": missing("the model does not fill in the middle"),

@@ -13,12 +13,12 @@ class TokenNames:
     r"""A token is called by its text, or by its bytes where these are parts of characters.
 
     Bytes are spelled as OpenAI does, `bytes:\xf0\x9f`. What has no text at all, such as an id that
-    pads a vocabulary, is `token_id:7`.
+    pads a vocabulary, is `token_id:7`, and so is every token where that is asked for.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, by_id: bool = False) -> None:
         """Of a tokenizer; without one, names are ids."""
-        self._tokenizer = tokenizer
+        self._tokenizer, self._by_id = tokenizer, by_id
         self._names: dict[int, str] = {}
         self._added: dict[int, str] = {}
         if tokenizer is not None:
@@ -47,6 +47,8 @@ class TokenNames:
         return found
 
     def _find(self, token_id: int) -> str:
+        if self._by_id:
+            return _by_id(token_id)
         if self._tokenizer is None:
             return str(token_id)
         if token_id in self._added:

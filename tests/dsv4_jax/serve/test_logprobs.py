@@ -104,6 +104,16 @@ def test_the_drawn_token_is_among_the_best_as_the_protocol_says(streams):
     assert choice["logprobs"]["top_logprobs"] == [{}]
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_tokens_are_called_by_their_ids_where_that_is_asked_for(streams):
+    """As vLLM calls them, so that two engines' answers can be compared token by token."""
+    drawn = [(0x41, -7.0, ((0xE9, -1.0), (0xEA, -2.0)))]
+    (choice,) = answers(v4_tokenizer(), drawn, streams, return_tokens_as_token_ids=True)
+    best = {"token_id:233": -1.0, "token_id:234": -2.0, "token_id:65": -7.0}
+    assert choice["logprobs"]["tokens"] == ["token_id:65"]
+    assert choice["logprobs"]["top_logprobs"] == [best]
+
+
 def test_responses_include_log_probabilities_without_the_best_tokens():
     include = {"include": ["message.output_text.logprobs"]}
     for body, wanted in (({}, None), (include, 0), (include | {"top_logprobs": 2}, 2)):
