@@ -73,6 +73,7 @@ ALIASES = {"num_local_experts": "n_routed_experts", "intermediate_size": "moe_in
 FIXED = {
     "model_type": "deepseek_v4",
     "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
     "norm_topk_prob": True,
     "num_key_value_heads": 1,
     "n_shared_experts": 1,

@@ -17,7 +17,7 @@ from dsv4_jax.config.sources import COUNT, LAYERS, RATIOS, Candidates, EntrySour
 WEIGHT_BLOCK = 32
 """Outputs and inputs that share a scale of an FP8 weight."""
 
-FIXED_V41 = {"topk_method": "noaux_tc", "gate_temp": 1.0}
+FIXED_V41 = {"gate_temp": 1.0}
 """The one value of fields that DeepSeek-V4 does not have; absent is as good."""
 
 _ENGRAM_FIELDS = {

@@ -1,4 +1,8 @@
-"""Writes `config.json` in the form that transformers writes and reads."""
+"""Writes `config.json` as transformers writes it, and what readers of the releases want beside.
+
+The releases count hash layers and give a ratio a layer, where transformers names every layer's
+types. Engines read the one or the other.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import Any
 
 from dsv4_jax.config.draft import EXPERT_FIELDS
 from dsv4_jax.config.families import V41
+from dsv4_jax.config.layer_types import RouterType
 from dsv4_jax.config.model_config import DSV4Config
 from dsv4_jax.config.read_json import (
     CSA,
@@ -23,7 +28,7 @@ from dsv4_jax.config.v41 import write_v41
 
 
 def write_config(config: DSV4Config) -> dict[str, Any]:
-    """The `config.json` of `config`, in the form that transformers writes and reads."""
+    """The `config.json` of `config`."""
     types = {attn: name for name, attn in LAYER_TYPE_NAMES.items()}
     routers = {router: name for name, router in ROUTER_TYPE_NAMES.items()}
     partial = _partial_factor(config.rope_dim, config.head_dim)
@@ -50,6 +55,7 @@ def write_config(config: DSV4Config) -> dict[str, Any]:
                 types[CSA]: config.csa_compression_ratio,
                 types[HCA]: config.hca_compression_ratio,
             },
+            **_as_released(config),
         }
     return {
         "architectures": ["DeepseekV4ForCausalLM"],
@@ -68,6 +74,32 @@ def write_config(config: DSV4Config) -> dict[str, Any]:
         },
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
     }
+
+
+def _as_released(config: DSV4Config) -> dict[str, Any]:
+    """Layers and rotation as the release has them, where its form can say it.
+
+    Ratios of drafts follow those of the trunk, as zeros.
+    """
+    fields: dict[str, Any] = {}
+    if (scaling := config.rope_scaling) is not None:
+        fields["rope_scaling"] = {
+            "type": "yarn",
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+        }
+    num_hash = config.router_types.count(RouterType.HASH)
+    if all(router == RouterType.HASH for router in config.router_types[:num_hash]):
+        fields["num_hash_layers"] = num_hash
+    stages = config.num_mtp_layers if config.dspark is None else config.dspark.num_stages
+    if stages is not None and config.csa_compression_ratio != config.hca_compression_ratio:
+        ratios = (
+            0 if attn == SWA else config.compression_ratio(attn) for attn in config.layer_types
+        )
+        fields["compress_ratios"] = [*ratios, *[0] * stages]
+    return fields
 
 
 def _shared_layers(config: DSV4Config, sources: EntrySources) -> dict[str, Any]:
@@ -92,19 +124,11 @@ def _draft(config: DSV4Config) -> dict[str, Any]:
     """The draft as the release announces it: `num_nextn_predict_layers` is 1 for either kind.
 
     How many stages there are is told by a ratio of 0 for each, after those of the trunk, and by
-    `n_mtp_layers`, which vLLM reads. transformers takes `layer_types` in the place of ratios.
+    `n_mtp_layers`, which vLLM reads.
     """
     if (dspark := config.dspark) is None:
         return {"num_nextn_predict_layers": config.num_mtp_layers}
-    stages: dict[str, Any] = {}
-    if dspark.num_stages is not None:
-        stages["n_mtp_layers"] = dspark.num_stages
-        is_told = config.sources is None  # else `_shared_layers` writes them
-        if is_told and config.csa_compression_ratio != config.hca_compression_ratio:
-            ratios = (
-                0 if attn == SWA else config.compression_ratio(attn) for attn in config.layer_types
-            )
-            stages["compress_ratios"] = [*ratios, *[0] * dspark.num_stages]
+    stages = {} if dspark.num_stages is None else {"n_mtp_layers": dspark.num_stages}
     experts = {
         theirs: value
         for theirs, ours in EXPERT_FIELDS.items()

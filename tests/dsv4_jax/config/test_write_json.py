@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from dsv4_jax.config import DSV4Config, YarnScaling
 from dsv4_jax.config.layer_types import AttentionType, RouterType
 from dsv4_jax.config.write_json import write_config
-from helpers.released_configs import (
-    NESTED_CONFIG,
-)
+from helpers.released_configs import FLASH, FLASH_0731, NESTED_CONFIG, PRO, PRO_0813
 
 
 def through_json(config):
@@ -24,6 +22,15 @@ def through_json(config):
 )
 def test_written_presets_read_back(config):
     assert through_json(config) == config
+
+
+@pytest.mark.parametrize("released", [FLASH, PRO, FLASH_0731, PRO_0813])
+def test_readers_of_the_releases_find_every_field_that_they_have(released):
+    """vLLM looks for `topk_method`, and others for ratios, hash layers and `rope_scaling`."""
+    written = write_config(DSV4Config.from_hf(released))
+    of_files = {"expert_dtype", "quantization_config", "torch_dtype"}  # `save_checkpoint` says them
+    for name in released.keys() - of_files - {"use_cache"}:
+        assert written[name] == released[name], name
 
 
 @st.composite
