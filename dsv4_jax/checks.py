@@ -30,7 +30,8 @@ _SHORT = reprlib.Repr(maxstring=60, maxother=60, maxlist=8, maxtuple=8, maxdict=
 
 def shown(value: Any) -> str:
     """A value for an error message: its repr, shortened; of an array dtype and shape."""
-    if getattr(value, "ndim", 0) and hasattr(value, "dtype"):
+    is_a_class = isinstance(value, type)  # whose attributes are not those of its values
+    if not is_a_class and getattr(value, "ndim", 0) and hasattr(value, "dtype"):
         return f"an array {value.dtype}{list(value.shape)}"
     if isinstance(value, int) and value.bit_length() > 200:
         return f"an integer of {value.bit_length()} bits"
@@ -214,7 +215,8 @@ def array(name: str, value: Any, shape: tuple[int | None, ...], kinds: str = "i"
     Raises:
       ValueError: it is something else.
     """
-    if isinstance(value, np.generic) or not (hasattr(value, "shape") and hasattr(value, "dtype")):
+    is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+    if isinstance(value, np.generic | type) or not is_array:
         refuse(name, "an array", value, "pass it through jnp.asarray")
     sizes = tuple(value.shape)
     fits = len(sizes) == len(shape) and all(

@@ -154,7 +154,8 @@ class OriginalHandle(LayerCacheHandle):
         """
         paged = self.blocks
         closing = self.call.closing_tokens(self.schema.compression_ratio)
-        checks.array("compressed", compressed, (None,) * getattr(compressed, "ndim", 2), "f")
+        ndim = 2 if isinstance(compressed, type) else getattr(compressed, "ndim", 2)
+        checks.array("compressed", compressed, (None,) * ndim, "f")
         if indexer_keys is not None:
             width = self.schema.indexer_head_dim or None
             checks.array("indexer_keys", indexer_keys, (None, width), "f")

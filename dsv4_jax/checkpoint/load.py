@@ -27,7 +27,7 @@ from dsv4_jax.config import DSV4Config
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.model.released import quantized_shape
 from dsv4_jax.model.shardings import param_shardings
-from dsv4_jax.model.weight_forms import FLOATS, STORED, WEIGHT_FORMS, dtype_beside
+from dsv4_jax.model.weight_forms import STORED, WEIGHT_FORMS, dtype_beside
 from dsv4_jax.progress import Progress
 from pallas_kernels.common.weights import MXFP4, BlockFP8, is_quantized, weight_bytes
 
@@ -91,8 +91,6 @@ def load_checkpoint(
     """
     weights = WEIGHT_FORMS.check("weights", weights)
     keep, dtype = weights == STORED, dtype_beside(weights, dtype)
-    if dtype.name not in FLOATS:
-        raise ValueError(f"dtype must be one of {FLOATS}, got {dtype.name}")
     directory = checks.path("path", path)
     opened = open_checkpoint(
         directory,

@@ -27,7 +27,7 @@ from dsv4_jax.model.layer_params import (
     stack_shapes,
 )
 from dsv4_jax.model.released import quantize_leaves, released_shapes
-from dsv4_jax.model.weight_forms import FLOATS, STORED, WEIGHT_FORMS, dtype_beside
+from dsv4_jax.model.weight_forms import STORED, WEIGHT_FORMS, dtype_beside, float_dtype
 from dsv4_jax.peers import PeerBuffers
 from pallas_kernels.common.weights import is_quantized
 
@@ -156,7 +156,7 @@ def param_shapes(
       ValueError: there are no such weights, or `dtype` is not that of dense ones.
     """
     if weights is None:
-        return _dense_shapes(config, jnp.float32 if dtype is None else dtype)
+        return _dense_shapes(config, jnp.float32 if dtype is None else float_dtype(dtype))
     weights = WEIGHT_FORMS.check("weights", weights)
     shapes = _dense_shapes(config, dtype_beside(weights, dtype))
     return released_shapes(shapes, config.weight_block) if weights == STORED else shapes
@@ -213,10 +213,10 @@ def init_params(config: DSV4Config, key: jax.Array, dtype: Any = jnp.float32) ->
       ValueError: an argument is of another type, or the dtype none of f32, bf16 and f16.
     """
     checks.instance("config", config, DSV4Config)
-    kind = getattr(key, "dtype", np.dtype(bool))
+    kind = np.dtype(bool) if isinstance(key, type) else getattr(key, "dtype", np.dtype(bool))
     if not (jnp.issubdtype(kind, jax.dtypes.prng_key) or kind == np.uint32):
         checks.refuse("key", "a PRNG key", key, "make one with jax.random.key(0)")
-    dtype = _float_dtype(dtype)
+    dtype = float_dtype(dtype)
     leaves, treedef = jax.tree.flatten_with_path(param_shapes(config, dtype))
     host = np.random.default_rng(np.asarray(jax.random.key_data(key)))
     params = []
@@ -228,17 +228,6 @@ def init_params(config: DSV4Config, key: jax.Array, dtype: Any = jnp.float32) ->
         else:
             params.append(_draw_on_host(name, leaf, host, config))
     return jax.tree.unflatten(treedef, params)
-
-
-def _float_dtype(dtype: Any) -> Any:
-    try:
-        is_float = dtype is not None and not isinstance(dtype, np.generic)
-        is_float = is_float and jnp.dtype(dtype).name in FLOATS
-    except TypeError:
-        is_float = False
-    if not is_float:
-        checks.refuse("dtype", "float32, bfloat16 or float16", dtype)
-    return dtype
 
 
 def _draw_on_device(name: str, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:

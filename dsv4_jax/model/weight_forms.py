@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4_jax import checks
 from dsv4_jax.rules import Word
 
 STORED = "stored"
@@ -35,12 +36,27 @@ def dtype_beside(weights: str, dtype: Any = None) -> np.dtype:
       dtype: what was asked for; None is that of dense weights, or with stored ones bf16.
 
     Raises:
-      ValueError: it is another than that of the dense weights.
+      ValueError: it is none of `FLOATS`, or another than that of the dense weights.
     """
     is_stored = weights == STORED
-    beside = jnp.dtype((jnp.bfloat16 if is_stored else weights) if dtype is None else dtype)
+    beside = float_dtype((jnp.bfloat16 if is_stored else weights) if dtype is None else dtype)
     if not is_stored and beside.name != weights:
         raise ValueError(
             f"dtype must be that of the decoded weights, {weights}, got {beside.name}; leave it out"
         )
     return beside
+
+
+def float_dtype(dtype: Any) -> np.dtype:
+    """One of `FLOATS`, whichever way it is spelt.
+
+    Raises:
+      ValueError: it is none of them, or nothing that NumPy takes for a dtype.
+    """
+    try:
+        found = None if dtype is None or isinstance(dtype, np.generic) else jnp.dtype(dtype)
+    except (TypeError, ValueError, SyntaxError):  # as NumPy refuses texts
+        found = None
+    if found is None or found.name not in FLOATS:
+        checks.refuse("dtype", "float32, bfloat16 or float16", dtype)
+    return found

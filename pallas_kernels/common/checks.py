@@ -101,7 +101,7 @@ def check_float_dtype(name: str, dtype: Any) -> jnp.dtype:
     """A floating-point dtype, whichever way it is spelt; None is none."""
     try:
         found = None if dtype is None else jnp.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):  # as NumPy refuses texts
         found = None
     if found is None or not jnp.issubdtype(found, np.floating):
         raise ValueError(f"{name} must be a floating-point dtype, got {shown(dtype)}")

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import math
 
+import jax.numpy as jnp
 import numpy as np
 
 INT32_MAX = 2**31 - 1
@@ -49,6 +50,7 @@ def no_number(rng):
         array(rng.integers(0, 9, int(rng.integers(1, 4)))),
         (np.array(3), "array(3)\0[]\0 3"),
         scalar(int),
+        scalar(pick(rng, [np.int32, np.complex64, jnp.int8])),  # classes with an array's names
         scalar(np.datetime64("2020-01-01")),
     ]
 
@@ -342,7 +344,9 @@ def float_array(shape):
 
 
 def _is_list(value):
-    return isinstance(value, list | tuple | set) or getattr(value, "ndim", 0) > 0
+    return isinstance(value, list | tuple | set) or (
+        isinstance(value, np.ndarray) and value.ndim > 0
+    )
 
 
 @dataclasses.dataclass(frozen=True)

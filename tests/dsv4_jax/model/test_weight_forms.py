@@ -94,3 +94,15 @@ def test_the_dtype_beside_weights():
 
 def test_the_words_are_those_of_the_page():
     assert (WEIGHT_FORMS.known, RELEASE_FORMS.known) == (ALL, RELEASED)
+
+
+@pytest.mark.parametrize("text", ["6ȇɘ", "(,>", "f4,f4", "", "float64", 7])
+def test_what_is_no_dtype_is_refused_wherever_one_is_asked_for(text):
+    """NumPy refuses texts with errors of three types, and takes some for records."""
+    config, told = ds.DSV4Config.tiny(), "dtype must be float32, bfloat16 or float16, got "
+    with pytest.raises(ValueError, match=f"^{told}"):
+        ds.model.param_shapes(config, text)
+    with pytest.raises(ValueError, match=f"^{told}"):
+        ds.init_params(config, jax.random.key(0), text)
+    with pytest.raises(ValueError, match=f"^{told}"):
+        ds.load_checkpoint(ds.SHIPPED_CHECKPOINT, dtype=text, progress=False)
