@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import pathlib
 import platform
 import sys
 import warnings
@@ -36,6 +37,9 @@ _COMMANDS = {
 
 _ANSWER_ELSEWHERE = {"serve", "batch"}
 """Commands that write nothing on standard output."""
+
+_HAVE_ENGINES = {"generate", "serve", "batch"}
+"""Commands that answer by an engine."""
 
 _COMPILES_QUICKLY = {"generate", "serve", "batch", "verify", "evaluate"}
 """Commands that compile a small model quickly on a CPU; others time what they compile."""
@@ -88,6 +92,17 @@ def use_compilation_cache() -> None:
         runtime.use_compilation_cache()
 
 
+def use_stored_programs() -> None:
+    """`stored_programs.use_stored_programs`, beside what jax keeps, if it does."""
+    import jax
+
+    from dsv4_jax import stored_programs
+
+    settings: Any = jax.config
+    if settings.jax_enable_compilation_cache and (folder := settings.jax_compilation_cache_dir):
+        stored_programs.use_stored_programs(pathlib.Path(folder) / "programs")
+
+
 def prepare_jax(**flags: str) -> None:
     """`environment.prepare_jax`."""
     from dsv4_jax.cli import environment
@@ -113,6 +128,8 @@ def _run(argv: Sequence[str] | None) -> int:
         warnings.formatwarning = _format_warning
         use_compilation_cache()
         command = _module_of(str(args.command))
+        if argv is None and args.command in _HAVE_ENGINES:  # a process in which nobody else runs
+            use_stored_programs()
 
     def run() -> int:
         with end_at_once(f"dsv4-jax {args.command}"):

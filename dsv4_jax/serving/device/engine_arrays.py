@@ -321,11 +321,11 @@ class EngineArrays:
         self, program: Any, arguments: tuple[Any, ...], static: Mapping[str, Any]
     ) -> None:
         start = time.perf_counter()
-        lowered = self.launcher.lower(program, *arguments, **static)
+        finish = self.launcher.begin(program, *arguments, **static)
         tell = self.when_compiled
 
         def compile_it() -> float:
-            lowered.compile()
+            finish()
             tell()
             return time.perf_counter() - start
 

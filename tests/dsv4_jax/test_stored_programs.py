@@ -1,0 +1,239 @@
+"""Compiled programs on disk: loaded without a trace, and only where nothing has changed."""
+
+import functools
+import os
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax import stored_programs
+from dsv4_jax.serving.device.launcher import Launcher
+from dsv4_jax.stored_programs import StoredPrograms, StoredProgramWarning
+from helpers.serving import make_engine, prompt, run_to_end
+from pallas_kernels.common.backend import FallbackWarning
+
+_traces = []
+
+
+@functools.partial(jax.jit, static_argnames=("config", "times"), donate_argnums=1)
+def scale(params, pool, x, *, config, times):
+    """Gives two trees, and takes the place of its pool."""
+    _traces.append(times)
+    if config == "warns":
+        warnings.warn(FallbackWarning("slow"), stacklevel=2)
+    return {"pool": pool + params["w"] * x}, (x * times,)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """Of this process, in a folder of its own."""
+    made = StoredPrograms(tmp_path / "programs")
+    monkeypatch.setattr(stored_programs, "_used", [made])
+    _traces.clear()
+    jax.clear_caches()
+    return made
+
+
+def launch(config="c", size=4, **static):
+    """By a launcher of its own, as another process has one."""
+    jax.clear_caches()
+    launcher = Launcher({"w": jnp.arange(size, dtype=jnp.float32)}, config=config)
+    pool, x = jnp.ones(size), jnp.full(size, 2.0)
+    pools, (scaled,) = launcher(scale, pool, x, **{"times": 3} | static)
+    assert pool.is_deleted()
+    np.testing.assert_array_equal(pools["pool"], 1 + 2.0 * np.arange(size))
+    np.testing.assert_array_equal(scaled, np.full(size, 2.0 * (static.get("times") or 3)))
+
+
+def files_of(store):
+    return sorted(store._folder.glob("*.program"))
+
+
+def test_the_next_process_traces_nothing(store):
+    launch()
+    assert len(_traces) == 1
+    assert len(files_of(store)) == 1
+    launch()
+    assert len(_traces) == 1
+
+
+def test_what_changes_a_program_has_another_key(store, monkeypatch):
+    launch()
+    for change in ({"times": 2}, {"size": 5}, {"config": "d"}):
+        before = len(_traces)
+        launch(**change)
+        assert len(_traces) == before + 1, change
+    with jax.default_matmul_precision("highest"):
+        stored_programs._surroundings.cache_clear()
+        launch()
+    stored_programs._surroundings.cache_clear()
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " ")
+    launch()
+    stored_programs._surroundings.cache_clear()
+    monkeypatch.setattr(store, "_sources", "of another version")
+    launch()
+    assert len(_traces) == 7
+
+
+def test_programs_of_sources_that_changed_while_they_ran_are_not_kept(store, monkeypatch):
+    monkeypatch.setattr(stored_programs, "_hash_of_sources", lambda: "edited")
+    launch()
+    assert not files_of(store)
+
+
+def test_a_function_among_the_values_is_known_by_its_place_alone(store):
+    launch(config=lambda: None)
+    assert not files_of(store)
+
+
+def test_a_program_that_warned_warns_in_every_process(store):
+    for _ in range(2):
+        with pytest.warns(FallbackWarning, match="slow"):
+            launch(config="warns")
+    assert not files_of(store)
+
+
+def test_a_warning_of_another_package_changes_nothing(store):
+    with pytest.warns(UserWarning, match="theirs"), store.watched():
+        warnings.warn("theirs", stacklevel=1)
+    launch()
+    assert files_of(store)
+
+
+@pytest.mark.parametrize("damage", ["empty", "torn", "of another program"])
+def test_a_damaged_file_is_compiled_anew(store, damage):
+    launch(times=4)
+    (other,) = files_of(store)
+    launch()
+    (file,) = set(files_of(store)) - {other}
+    whole = file.read_bytes()
+    file.write_bytes(
+        {"empty": b"", "torn": whole[:-9]}.get(damage, whole[:32] + other.read_bytes()[32:])
+    )
+    with pytest.warns(StoredProgramWarning, match="cannot be loaded, so that its program is comp"):
+        launch()
+    assert len(_traces) == 3
+    assert len(files_of(store)) == 2
+    launch()
+    assert len(_traces) == 3
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_what_others_may_have_written_is_not_loaded(store, is_folder):
+    launch()
+    (file,) = files_of(store)
+    (file.parent if is_folder else file).chmod(0o777)
+    with pytest.warns(StoredProgramWarning, match="others may have written it"):
+        launch()
+    assert len(_traces) == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    made = StoredPrograms(tmp_path / "file" / "programs")
+    monkeypatch.setattr(stored_programs, "_used", [made])
+    monkeypatch.setattr(made, "has", lambda key: False)
+    with pytest.warns(StoredProgramWarning, match="cannot be kept"):
+        launch()
+
+
+def test_programs_that_were_used_longest_ago_go_first(store, monkeypatch):
+    launch()
+    launch(times=4)
+    sizes = {file: file.stat().st_size for file in files_of(store)}
+    os.utime(next(iter(sizes)), (1, 1))
+    monkeypatch.setattr(stored_programs, "_MOST_BYTES", sum(sizes.values()) + 1)
+    launch(times=5)
+    left = files_of(store)
+    assert len(left) == 2
+    assert next(iter(sizes)) not in left
+
+
+ON_A_MESH = """
+import pathlib, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from dsv4_jax import stored_programs
+from dsv4_jax.serving.device.launcher import Launcher
+traces = []
+
+def double(params, x, *, config):
+    traces.append(1)
+    return params * x
+
+program = jax.jit(double, static_argnames="config")
+stored_programs.use_stored_programs(pathlib.Path(sys.argv[1]))
+mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[1:3])
+split = NamedSharding(mesh, PartitionSpec("model"))
+params, x = jax.device_put((jnp.arange(4.0), jnp.full(4, 2.0)), split)
+found = Launcher(params, config="c")(program, x)
+assert found.sharding.device_set == set(mesh.devices.flat)
+np.testing.assert_array_equal(found, 2.0 * np.arange(4))
+print(len(traces))
+"""
+
+
+def test_a_mesh_loads_them_too(tmp_path):
+    """On the devices of the arguments, which are some of those that there are."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", ON_A_MESH, str(tmp_path / "programs")]
+    run = functools.partial(subprocess.check_output, text=True, env=os.environ | flags)
+    assert [int(run(command)) for _ in range(2)] == [1, 0]
+
+
+@pytest.mark.slow
+def test_an_engine_answers_the_same_by_programs_that_it_loads(store, monkeypatch):
+    rng = np.random.default_rng(0)
+    text = prompt(rng, 30)
+
+    def answer():
+        jax.clear_caches()
+        engine = make_engine()
+        engine.warmup()
+        lowered = []
+        monkeypatch.setattr(Launcher, "lower", lambda *a, **b: lowered.append(a))
+        (done,) = run_to_end(engine, engine.submit(text, max_new_tokens=9, logprobs=2))
+        monkeypatch.undo()
+        assert not lowered
+        assert not engine.verify().problems
+        return done
+
+    first = answer()
+    assert files_of(store)
+    monkeypatch.setattr(stored_programs, "_used", [store])
+    monkeypatch.setattr(StoredPrograms, "keep", None)  # none is compiled
+    second = answer()
+    assert (second.token_ids, second.logprobs) == (first.token_ids, first.logprobs)
+
+
+def test_no_store_is_used_unless_a_command_asks_for_it():
+    """In Python somebody may replace a function, and no key would tell."""
+    assert stored_programs.stored_programs() is None
+    ds.use_compilation_cache(jax.config.jax_compilation_cache_dir)
+    assert stored_programs.stored_programs() is None
+
+
+@pytest.mark.slow
+def test_the_second_command_traces_no_step(tmp_path):
+    settings = {"XDG_CACHE_HOME": str(tmp_path), "JAX_LOG_COMPILES": "1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "dsv4_jax", "generate", "shipped", "The if statement"]
+    runs = [
+        subprocess.run(
+            [*command, "--temperature", "0", "--max-new-tokens", "9"],
+            env={name: value for name, value in os.environ.items() if "CACHE" not in name}
+            | settings,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for _ in range(2)
+    ]
+    first, second = ("tracing serve_step" in run.stderr for run in runs)
+    assert (first, second) == (True, False)
+    assert runs[0].stdout == runs[1].stdout
