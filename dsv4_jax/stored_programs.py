@@ -42,6 +42,9 @@ _VARIABLES = "XLA_", "DSV4", "PALLAS_", "TRITON_", "MOSAIC_", "CUDA_", "NVIDIA_"
 _WITHOUT_EFFECT = "cache", "log", "dump", "traceback", "distributed", "mtls", "pprint"
 """What is in the names of jax's settings that change no program."""
 
+_MACHINE_CODE = b"\x7fELF"
+"""Begins what a processor runs. XLA has none for a program that jax's compilation cache gave."""
+
 _SUFFIX = ".program"
 _MOST_BYTES = 32 * 2**30
 """Of all programs in a folder; those that were used longest ago go first."""
@@ -133,13 +136,18 @@ class StoredPrograms:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
     def keep(self, key: str, compiled: jax.stages.Compiled) -> None:
-        """Writes a program, if it can be written."""
+        """Writes a program, if another process could run it.
+
+        One that jax's compilation cache gave is not written: it would load, and not run.
+        """
         if self._has_warned or self._sources != _hash_of_sources():
             return
         try:
             stored = _Stored(*serialize_executable.serialize(compiled))
             body = pickle.dumps(tuple(stored))
         except Exception:  # as of one that calls Python, which no other process could
+            return
+        if _MACHINE_CODE not in stored.executable:
             return
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

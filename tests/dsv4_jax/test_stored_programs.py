@@ -1,9 +1,11 @@
 """Compiled programs on disk: loaded without a trace, and only where nothing has changed."""
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
+import time
 import warnings
 
 import jax
@@ -19,6 +21,9 @@ from helpers.serving import make_engine, prompt, run_to_end
 from pallas_kernels.common.backend import FallbackWarning
 
 _traces = []
+_salts = itertools.count(time.time_ns() % 10**6 + 0.5)
+_salt = [0.0]
+"""A number that makes a test's program one that jax's compilation cache has not."""
 
 
 @functools.partial(jax.jit, static_argnames=("config", "times"), donate_argnums=1)
@@ -27,7 +32,16 @@ def scale(params, pool, x, *, config, times):
     _traces.append(times)
     if config == "warns":
         warnings.warn(FallbackWarning("slow"), stacklevel=2)
-    return {"pool": pool + params["w"] * x}, (x * times,)
+    scaled = jnp.where(x == _salt[0], 0.0, x * times)
+    return {"pool": pool + params["w"] * x}, (scaled,)
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """What other tests traced and compiled."""
+    _salt[0] = next(_salts)
+    _traces.clear()
+    jax.clear_caches()
 
 
 @pytest.fixture
@@ -35,8 +49,6 @@ def store(tmp_path, monkeypatch):
     """Of this process, in a folder of its own."""
     made = StoredPrograms(tmp_path / "programs")
     monkeypatch.setattr(stored_programs, "_used", [made])
-    _traces.clear()
-    jax.clear_caches()
     return made
 
 
@@ -104,6 +116,23 @@ def test_a_warning_of_another_package_changes_nothing(store):
         warnings.warn("theirs", stacklevel=1)
     launch()
     assert files_of(store)
+
+
+def test_a_program_that_jax_kept_is_not_kept_again(store):
+    """XLA gives no machine code of it: it would load, and fail where it is launched."""
+    least = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, least)
+    jax.config.update(least, 0)
+    try:
+        launch()
+        (file,) = files_of(store)
+        file.unlink()
+        for traces in (2, 3):
+            launch()
+            assert len(_traces) == traces
+            assert not files_of(store)
+    finally:
+        jax.config.update(least, before)
 
 
 @pytest.mark.parametrize("damage", ["empty", "torn", "of another program"])
