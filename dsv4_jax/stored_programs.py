@@ -20,15 +20,17 @@ import pathlib
 import pickle
 import platform
 import stat
-import tempfile
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
 
-_ROOTS = "dsv4_jax", "pallas_kernels"
+from dsv4_jax.sources import hash_of_sources, sources_at_start
+from pallas_kernels.common.backend import has_fallen_back
+
 _PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "numpy", "ml_dtypes"),
     *("jax-triton", "triton"),
@@ -39,13 +41,28 @@ _PLATFORMS = ("cpu",)
 _VARIABLES = "XLA_", "DSV4", "PALLAS_", "TRITON_", "MOSAIC_", "CUDA_", "NVIDIA_"
 """Beginnings of variables of the environment that may change what is compiled."""
 
-_WITHOUT_EFFECT = "cache", "log", "dump", "traceback", "distributed", "mtls", "pprint"
-"""What is in the names of jax's settings that change no program."""
+_WITHOUT_EFFECT = {
+    "jax_compilation_cache_check_contents",
+    "jax_compilation_cache_dir",
+    "jax_compilation_cache_max_size",
+    "jax_dump_ir_to",
+    "jax_explain_cache_misses",
+    "jax_log_compiles",
+    "jax_logging_level",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+    "jax_raise_persistent_cache_errors",
+    "jax_traceback_filtering",
+}
+"""Settings of jax that change no program."""
 
 _MACHINE_CODE = b"\x7fELF"
 """Begins what a processor runs. XLA has none for a program that jax's compilation cache gave."""
 
-_SUFFIX = ".program"
+_SUFFIX, _UNFINISHED = ".program", ".partial"
+_ABANDONED_S = 3600.0
+"""Age of a file that nobody will finish any more."""
+
 _MOST_BYTES = 32 * 2**30
 """Of all programs in a folder; those that were used longest ago go first."""
 
@@ -64,8 +81,7 @@ class StoredPrograms:
     def __init__(self, folder: pathlib.Path) -> None:
         """Of a folder, which is made if it is not there."""
         self._folder = folder
-        self._sources = _hash_of_sources()
-        self._has_warned = False
+        self._sources = sources_at_start()
 
     def key_of(
         self, program: Any, arguments: Sequence[Any], static: Mapping[str, Any]
@@ -98,7 +114,9 @@ class StoredPrograms:
 
     def has(self, key: str) -> bool:
         """Whether there is a file for a program, whatever it holds."""
-        return self._file(key).exists()
+        with contextlib.suppress(OSError):  # of a folder of another user
+            return self._file(key).exists()
+        return False
 
     def find(self, key: str, arguments: Sequence[Any]) -> jax.stages.Compiled | None:
         """The program of a key, loaded on the devices of the arguments; None if there is none."""
@@ -118,29 +136,19 @@ class StoredPrograms:
                 stored.executable, stored.in_tree, stored.out_tree, execution_devices=devices
             )
         except Exception as error:  # whatever a file of another make may raise
-            self._warn(f"{file} cannot be loaded, so that its program is compiled anew: {error}")
-            with contextlib.suppress(OSError):
-                file.unlink()
+            self._warn(f"a program is compiled anew, since {file} cannot be loaded: {error}")
+            if not isinstance(error, PermissionError):
+                with contextlib.suppress(OSError):
+                    file.unlink()
             return None
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within it a program is traced; after a warning of ours none is stored any more.
-
-        A stored program is not traced again, so that its warning would not be heard.
-        """
-        with warnings.catch_warnings(record=True) as found:
-            yield
-        for one in found:
-            self._has_warned |= one.category.__module__.partition(".")[0] in _ROOTS
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
     def keep(self, key: str, compiled: jax.stages.Compiled) -> None:
         """Writes a program, if another process could run it.
 
-        One that jax's compilation cache gave is not written: it would load, and not run.
+        One that jax's compilation cache gave is not written: it would load, and not run. Nor is
+        one of a process in which an op has fallen back, which every process has to say.
         """
-        if self._has_warned or self._sources != _hash_of_sources():
+        if has_fallen_back() or self._sources != hash_of_sources():
             return
         try:
             stored = _Stored(*serialize_executable.serialize(compiled))
@@ -151,12 +159,10 @@ class StoredPrograms:
             return
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-                file.write(hashlib.sha256(body).digest() + body)
-            os.replace(file.name, self._file(key))
-            _leave_room(self._folder)
+            _leave_room(self._folder, len(body))
+            _write(self._file(key), hashlib.sha256(body).digest() + body)
         except OSError as error:
-            self._warn(f"compiled programs cannot be kept: {error}")
+            self._warn(f"compiled programs cannot be kept in {self._folder}: {error}")
 
     def _file(self, key: str) -> pathlib.Path:
         return self._folder / f"{key}{_SUFFIX}"
@@ -217,7 +223,7 @@ def _surroundings(kind: str) -> str:
     said += sorted(
         f"{name}={value!r}"
         for name, value in jax.config.values.items()
-        if not any(part in name for part in _WITHOUT_EFFECT)
+        if name not in _WITHOUT_EFFECT
     )
     if kind == "cpu":  # its code is for this very processor
         with contextlib.suppress(OSError):
@@ -226,45 +232,60 @@ def _surroundings(kind: str) -> str:
     return "\n".join(said)
 
 
-def _hash_of_sources() -> str:
-    """Of every file of both packages, by name and content."""
-    home, found = pathlib.Path(__file__).parents[1], hashlib.sha256()
-    for root in _ROOTS:
-        for file in sorted((home / root).rglob("*.py")):
-            content = file.read_bytes()
-            found.update(f"{file.relative_to(home)} {len(content)}\n".encode())
-            found.update(content)
-    return found.hexdigest()
-
-
 def _read_own(file: pathlib.Path) -> bytes | None:
     """The bytes of a file that nobody but this user can have written; None if there is none.
 
     Raises:
       PermissionError: others may write the file or its folder.
+      ValueError: it is no file.
     """
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
-    with os.fdopen(descriptor, "rb") as opened:
-        for about in (os.fstat(descriptor), file.parent.stat()):
-            if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise PermissionError("others may have written it, and a program can do anything")
-        return opened.read()
+    about, folder = os.fstat(descriptor), file.parent.stat()
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise ValueError("it is no file")
+        for one in (about, folder):
+            if one.st_uid != os.getuid() or one.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise PermissionError(
+                    "others may have written it, and a program can do anything; remove the folder, "
+                    "or let its user alone write there"
+                )
+        with os.fdopen(os.dup(descriptor), "rb") as opened:
+            return opened.read()
 
 
-def _leave_room(folder: pathlib.Path) -> None:
-    """Removes programs that were used longest ago, if all together are too large."""
+def _write(file: pathlib.Path, data: bytes) -> None:
+    """A whole file or none, for this user alone."""
+    partial = file.with_name(f"{file.stem}.{os.getpid()}{_UNFINISHED}")
+    try:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as new:
+            new.write(data)
+        os.replace(partial, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _leave_room(folder: pathlib.Path, size: int) -> None:
+    """Removes programs that were used longest ago, and what a killed process has left."""
     files = []
-    for file in folder.glob(f"*{_SUFFIX}"):
+    for file in [*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"*{_UNFINISHED}")]:
         with contextlib.suppress(OSError):  # another process has removed it
             about = file.stat()
+            if file.suffix == _UNFINISHED:
+                if about.st_mtime < time.time() - _ABANDONED_S:
+                    file.unlink()
+                continue
             files.append((about.st_mtime, about.st_size, file))
-    left = sum(size for _, size, _ in files)
-    for _, size, file in sorted(files):
+    left = size + sum(one for _, one, _ in files)
+    for _, one, file in sorted(files):
         if left <= _MOST_BYTES:
             return
         with contextlib.suppress(OSError):
             file.unlink()
-        left -= size
+        left -= one

@@ -23,7 +23,8 @@ ROOMS = {
     "rules": {"checks"},
     "compat": set(),
     "cache_keys": {"compat"},
-    "stored_programs": set(),
+    "sources": set(),
+    "stored_programs": {"sources"},
     "runtime": {"checks", "compat", "cache_keys"},
     "mesh": {"checks"},
     "peer_memory": set(),
@@ -112,6 +113,7 @@ ROOMS = {
         "bench",
     },
     "cli": {
+        "sources",
         "rules",
         "regular_files",
         "lines",

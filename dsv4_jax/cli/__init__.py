@@ -20,6 +20,7 @@ from dsv4_jax.cli.ending import run_to_status
 from dsv4_jax.cli.old_names import settle_first
 from dsv4_jax.cli.parser import Parser
 from dsv4_jax.signals import end_at_once
+from dsv4_jax.sources import sources_at_start
 from dsv4_jax.standard_streams import takes_answers
 
 _COMMANDS = {
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def import_command(argv: Sequence[str]) -> None:
     """Imports the command of these words, and JAX with it; nothing if there is none."""
     if (name := _command_of(argv)) is not None:
+        if name in _HAVE_ENGINES:
+            sources_at_start()
         _module_of(name)
 
 
@@ -99,7 +102,8 @@ def use_stored_programs() -> None:
     from dsv4_jax import stored_programs
 
     settings: Any = jax.config
-    if settings.jax_enable_compilation_cache and (folder := settings.jax_compilation_cache_dir):
+    folder = settings.jax_compilation_cache_dir
+    if settings.jax_enable_compilation_cache and folder and "://" not in folder:
         stored_programs.use_stored_programs(pathlib.Path(folder) / "programs")
 
 
@@ -128,8 +132,6 @@ def _run(argv: Sequence[str] | None) -> int:
         warnings.formatwarning = _format_warning
         use_compilation_cache()
         command = _module_of(str(args.command))
-        if argv is None and args.command in _HAVE_ENGINES:  # a process in which nobody else runs
-            use_stored_programs()
 
     def run() -> int:
         with end_at_once(f"dsv4-jax {args.command}"):
@@ -141,6 +143,8 @@ def _run(argv: Sequence[str] | None) -> int:
                 )
             if (args.command, getattr(args, "what", None)) not in _WITHOUT_JAX:
                 prepare_jax(**_flags_of(args))
+                if argv is None and args.command in _HAVE_ENGINES:  # nobody else runs here
+                    use_stored_programs()
         return command.run(args)
 
     return run_to_status(f"dsv4-jax {args.command}", run)

@@ -30,6 +30,11 @@ class Backend(enum.StrEnum):
     """Pallas through Triton: Hopper and Blackwell."""
 
 
+def has_fallen_back() -> bool:
+    """Whether a `FallbackWarning` was due in this process, heard or not."""
+    return bool(_SAID)
+
+
 class FallbackWarning(UserWarning):
     """An op with `backend=None` takes its reference on a GPU: its kernel can't serve the call.
 

@@ -86,8 +86,7 @@ class Launcher:
             return self.lower(program, *arguments, **static).compile
 
         def trace() -> Callable[[], jax.stages.Compiled]:
-            with store.watched():
-                lowered = self.lower(program, *arguments, **static)
+            lowered = self.lower(program, *arguments, **static)
 
             def compile_and_keep() -> jax.stages.Compiled:
                 compiled = lowered.compile()
