@@ -1,5 +1,6 @@
 """Compiled programs on disk: loaded without a trace, and only where nothing has changed."""
 
+import contextlib
 import functools
 import itertools
 import os
@@ -37,11 +38,25 @@ def scale(params, pool, x, *, config, times):
 
 
 @pytest.fixture(autouse=True)
-def forget():
-    """What other tests traced and compiled."""
+def jax_keeps_nothing():
+    """Nor does it know what other tests traced and compiled."""
     _salt[0] = next(_salts)
     _traces.clear()
     jax.clear_caches()
+    with kept_by_jax_after(1e9):
+        yield
+
+
+@contextlib.contextmanager
+def kept_by_jax_after(seconds):
+    """Within it jax's compilation cache keeps programs that took so long to compile."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, seconds)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 @pytest.fixture
@@ -114,10 +129,7 @@ def test_a_process_whose_ops_fell_back_keeps_nothing(store, monkeypatch):
 
 def test_a_program_that_jax_kept_is_not_kept_again(store):
     """XLA gives no machine code of it: it would load, and fail where it is launched."""
-    least = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, least)
-    jax.config.update(least, 0)
-    try:
+    with kept_by_jax_after(0):
         launch()
         (file,) = files_of(store)
         file.unlink()
@@ -125,8 +137,6 @@ def test_a_program_that_jax_kept_is_not_kept_again(store):
             launch()
             assert len(_traces) == traces
             assert not files_of(store)
-    finally:
-        jax.config.update(least, before)
 
 
 @pytest.mark.parametrize("damage", ["empty", "torn", "of another program"])
@@ -255,7 +265,7 @@ def test_an_engine_answers_the_same_by_programs_that_it_loads(store, monkeypatch
 
     def answer():
         jax.clear_caches()
-        engine = make_engine()
+        engine = make_engine(max_requests=3, num_snapshots=23)  # as no other test has it
         engine.warmup()
         lowered = []
         monkeypatch.setattr(Launcher, "lower", lambda *a, **b: lowered.append(a))
