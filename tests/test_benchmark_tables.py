@@ -192,7 +192,9 @@ def test_points_of_a_picture_stand_where_their_numbers_say():
     places = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', made)
     (x1, y1), (x3, y3) = [(float(x), float(y)) for x, y in places]
     (plain,) = re.findall(r'y1="([\d.]+)" [^>]*stroke-dasharray', made)
-    assert x3 - round_picture.LEFT == pytest.approx(3 * (x1 - round_picture.LEFT), abs=0.2)
+    assert x3 - round_picture.PLOT.left == pytest.approx(
+        3 * (x1 - round_picture.PLOT.left), abs=0.2
+    )
     assert float(plain) == pytest.approx((y1 + y3) / 2, abs=0.1)  # 200 tokens a second
     assert y3 < y1
 

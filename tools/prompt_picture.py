@@ -9,12 +9,12 @@ import pathlib
 import re
 import sys
 
-from tools.svg import INK, LINE, document, dot, line, polyline, text, write
+from tools.svg import INK, Plot, axes, document, dot, polyline, text, write
 
 DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "benchmarks" / "prefill.md"
 PICTURE = DOCUMENT.with_name("prompts.svg")
 
-SIZE, LEFT, RIGHT, TOP, BOTTOM = (640, 340), 76, 60, 32, 52
+PLOT = Plot((640, 340), left=76, right=60, top=32, bottom=52)
 FIRST, LAST = 2**12, 2**21
 """Tokens at the ends of the axis, whose steps are factors of two."""
 MOST_Y, STEP_Y = 20_000, 5_000
@@ -35,36 +35,27 @@ def _number(digits):
 
 def draw(points):
     """The picture as text; points as of `read_table`."""
-    width, height = SIZE
 
     def x_of(tokens):
-        share = math.log2(tokens / FIRST) / math.log2(LAST / FIRST)
-        return LEFT + share * (width - LEFT - RIGHT)
+        return PLOT.x_of(math.log2(tokens / FIRST) / math.log2(LAST / FIRST))
 
     def y_of(tokens_s):
-        return height - BOTTOM - tokens_s / MOST_Y * (height - TOP - BOTTOM)
+        return PLOT.y_of(tokens_s / MOST_Y)
 
-    left, right, floor = x_of(FIRST), x_of(LAST), y_of(0)
-    parts = []
-    for tokens_s in range(0, MOST_Y + 1, STEP_Y):
-        y = y_of(tokens_s)
-        parts += [
-            line(left, y, right, y, LINE),
-            text(left - 8, y + 4, f"{tokens_s:,}", anchor="end"),
-        ]
-    for tokens, _, _ in points:
-        parts.append(text(x_of(tokens), floor + 18, f"{tokens:,}"))
-    parts.append(text((left + right) / 2, height - 10, "tokens of the prompt"))
-    middle = (floor + TOP) / 2
-    turned = f' transform="rotate(-90 16 {middle:.1f})"'
-    parts.append(text(16, middle, "tokens a second", more=turned))
-
+    parts = axes(
+        PLOT,
+        most=MOST_Y,
+        step=STEP_Y,
+        ticks=[(x_of(tokens), f"{tokens:,}") for tokens, _, _ in points],
+        below="tokens of the prompt",
+        beside="tokens a second",
+    )
     parts.append(polyline([(x_of(tokens), y_of(rate)) for tokens, _, rate in points], ACCENT))
     for tokens, seconds, rate in points:
         parts.append(dot(x_of(tokens), y_of(rate), 4, ACCENT))
         parts.append(text(x_of(tokens), y_of(rate) - 12, f"{seconds:.3g} s", fill=INK))
     said = "Tokens a second of one prompt by its length, and the seconds that it takes"
-    return document(SIZE, said, parts)
+    return document(PLOT.size, said, parts)
 
 
 def main():

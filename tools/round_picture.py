@@ -8,12 +8,12 @@ import pathlib
 import re
 import sys
 
-from tools.svg import INK, LINE, document, dot, line, polyline, text, write
+from tools.svg import INK, Plot, axes, document, dot, line, polyline, text, write
 
 DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "benchmarks" / "decode_steps.md"
 PICTURE = DOCUMENT.with_name("rounds.svg")
 
-SIZE, LEFT, RIGHT, TOP, BOTTOM = (640, 360), 64, 40, 24, 52
+PLOT = Plot((640, 360), left=64, right=40, top=24, bottom=52)
 MOST_X, MOST_Y, STEP_Y = 6, 500, 100
 ACCENT = "#2b7a74"
 
@@ -28,25 +28,22 @@ def read_table(document):
 
 def draw(points, plain_ms):
     """The picture as text; points as of `read_table`."""
-    width, height = SIZE
 
     def x_of(tokens):
-        return LEFT + tokens / MOST_X * (width - LEFT - RIGHT)
+        return PLOT.x_of(tokens / MOST_X)
 
     def y_of(tokens_s):
-        return height - BOTTOM - tokens_s / MOST_Y * (height - TOP - BOTTOM)
+        return PLOT.y_of(tokens_s / MOST_Y)
 
-    left, right, floor = x_of(0), x_of(MOST_X), y_of(0)
-    parts = []
-    for tokens_s in range(0, MOST_Y + 1, STEP_Y):
-        y = y_of(tokens_s)
-        parts += [line(left, y, right, y, LINE), text(left - 8, y + 4, f"{tokens_s}", anchor="end")]
-    parts += [text(x_of(n), floor + 18, f"{n}") for n in range(MOST_X + 1)]
-    parts.append(text((left + right) / 2, height - 10, "tokens a round"))
-    middle = (floor + TOP) / 2
-    turned = f' transform="rotate(-90 16 {middle:.1f})"'
-    parts.append(text(16, middle, "tokens a second, one request", more=turned))
-
+    parts = axes(
+        PLOT,
+        most=MOST_Y,
+        step=STEP_Y,
+        ticks=[(x_of(n), f"{n}") for n in range(MOST_X + 1)],
+        below="tokens a round",
+        beside="tokens a second, one request",
+    )
+    left, right = x_of(0), x_of(MOST_X)
     plain = 1000 / plain_ms
     parts.append(line(left, y_of(plain), right, y_of(plain), INK, ' stroke-dasharray="6 4"'))
     said = f"plain steps: {plain:.0f}"
@@ -56,7 +53,7 @@ def draw(points, plain_ms):
         parts.append(dot(x_of(x), y_of(y), 4, ACCENT))
         parts.append(text(x_of(x) + 10, y_of(y) + 18, f"{y}, {times:.2f} times", anchor="start"))
     said = "Tokens a second of one request by tokens a round, beside plain steps"
-    return document(SIZE, said, parts)
+    return document(PLOT.size, said, parts)
 
 
 def main():
