@@ -38,8 +38,9 @@ def scale(params, pool, x, *, config, times):
 
 
 @pytest.fixture(autouse=True)
-def jax_keeps_nothing():
-    """Nor does it know what other tests traced and compiled."""
+def alone(monkeypatch):
+    """As in a process of its own: nothing is traced, has fallen back, or is kept by jax."""
+    monkeypatch.setattr(backend, "_SAID", set())
     _salt[0] = next(_salts)
     _traces.clear()
     jax.clear_caches()
@@ -119,9 +120,8 @@ def test_a_function_among_the_values_is_known_by_its_place_alone(store):
     assert not files_of(store)
 
 
-def test_a_process_whose_ops_fell_back_keeps_nothing(store, monkeypatch):
+def test_a_process_whose_ops_fell_back_keeps_nothing(store):
     """The next one has to say so too, whatever filters this one has for warnings."""
-    monkeypatch.setattr(backend, "_SAID", set())
     launch(config="warns")
     launch(times=5)
     assert not files_of(store)
