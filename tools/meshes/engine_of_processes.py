@@ -58,7 +58,7 @@ def be_one(arguments):
 def lose_at_step(engine, how):
     """The process is killed, is stopped, or hangs, in a step."""
     arrays, steps = engine.loop.runner.devices, iter(range(10**9))
-    step = arrays._step
+    bring = arrays._bring_input  # of a step, before it waits for the other processes
 
     def lose(*call):
         if next(steps) == LOST_AT_STEP:
@@ -66,9 +66,9 @@ def lose_at_step(engine, how):
             if how == "hang":
                 time.sleep(10**6)
             os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-        return step(*call)
+        return bring(*call)
 
-    arrays._step = lose
+    arrays._bring_input = lose
 
 
 def run(count, mesh, lost=-1, how="kill", *, split=False, gpus=False, steps=0):
