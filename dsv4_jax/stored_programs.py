@@ -96,6 +96,9 @@ class StoredPrograms:
         leaves, structure = jax.tree.flatten(arguments)
         if not all(isinstance(leaf, jax.Array) for leaf in leaves):
             return None
+        devices = _devices_of(leaves)
+        if devices is None or devices[0].platform not in _PLATFORMS:
+            return None
         function = program.__wrapped__
         said = [
             f"{function.__module__}.{function.__qualname__}",
@@ -104,9 +107,6 @@ class StoredPrograms:
             *(f"{leaf.aval!r} {leaf.sharding!r} {leaf.committed}" for leaf in leaves),
         ]
         if any(" at 0x" in part for part in said):  # a function or an object, known by its place
-            return None
-        devices = _devices_of(leaves)
-        if devices is None or devices[0].platform not in _PLATFORMS:
             return None
         surroundings = _surroundings(devices[0].platform)
         whole = "\n".join([self._sources, surroundings, *map(_about, devices), *said])
@@ -243,19 +243,20 @@ def _read_own(file: pathlib.Path) -> bytes | None:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
-    about, folder = os.fstat(descriptor), file.parent.stat()
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, descriptor)
+    try:
+        about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):
             raise ValueError("it is no file")
-        for one in (about, folder):
+        for one in (about, file.parent.stat()):
             if one.st_uid != os.getuid() or one.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise PermissionError(
                     "others may have written it, and a program can do anything; remove the folder, "
                     "or let its user alone write there"
                 )
-        with os.fdopen(os.dup(descriptor), "rb") as opened:
+        with open(descriptor, "rb", closefd=False) as opened:
             return opened.read()
+    finally:
+        os.close(descriptor)
 
 
 def _write(file: pathlib.Path, data: bytes) -> None:
