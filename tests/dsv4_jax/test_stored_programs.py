@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -323,3 +324,19 @@ def test_the_second_command_traces_no_step(tmp_path):
     first, second = ("tracing serve_step" in run.stderr for run in runs)
     assert (first, second) == (True, False)
     assert runs[0].stdout == runs[1].stdout
+
+
+@pytest.mark.parametrize(
+    ("platform", "count", "is_kept"),
+    [("cpu", 1, True), ("cpu", 4, True), ("gpu", 1, True), ("gpu", 2, False), ("tpu", 1, False)],
+)
+def test_programs_are_kept_where_loaded_ones_were_seen_to_run(
+    store, monkeypatch, platform, count, is_kept
+):
+    devices = tuple(
+        types.SimpleNamespace(platform=platform, device_kind="any", id=number)
+        for number in range(count)
+    )
+    monkeypatch.setattr(stored_programs, "_devices_of", lambda leaves: devices)
+    monkeypatch.setattr(stored_programs, "_surroundings", lambda kind: kind)
+    assert (store.key_of(scale, [jnp.ones(3)], {}) is not None) == is_kept
