@@ -5,16 +5,16 @@ XLA's own memory won't do: no handle opens it in another process.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import pathlib
 import socket
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
+
+from dsv4_jax import cuda_driver
 
 SHARED_BYTES = 64
 """Of what `PeerMemory.share` gives, a handle of the driver."""
@@ -40,8 +40,8 @@ class PeerMemory:
           RuntimeError: the driver has no such memory.
         """
         self.num_words, self.ordinal = num_words, ordinal
-        driver, address = _driver(), ctypes.c_uint64()
-        with _on_gpu(driver, ordinal):
+        driver, address = cuda_driver.driver(), ctypes.c_uint64()
+        with cuda_driver.on_gpu(ordinal):
             _check(driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(4 * num_words)))
         self.address = address.value
         weakref.finalize(self, _free, self.address, ordinal).atexit = False
@@ -49,8 +49,8 @@ class PeerMemory:
 
     def fill(self, word: int, first: int) -> None:
         """Writes one word from a place on, counted in words, to the end."""
-        driver, pointer = _driver(), ctypes.c_uint64(self.address + 4 * first)
-        with _on_gpu(driver, self.ordinal):
+        driver, pointer = cuda_driver.driver(), ctypes.c_uint64(self.address + 4 * first)
+        with cuda_driver.on_gpu(self.ordinal):
             count = ctypes.c_size_t(self.num_words - first)
             _check(driver.cuMemsetD32_v2(pointer, ctypes.c_uint32(word), count))
             _check(driver.cuCtxSynchronize())
@@ -58,8 +58,8 @@ class PeerMemory:
     def write(self, words: np.ndarray) -> None:
         """Writes i32[n] at the beginning."""
         words = np.ascontiguousarray(words, np.int32)
-        driver, pointer = _driver(), ctypes.c_uint64(self.address)
-        with _on_gpu(driver, self.ordinal):
+        driver, pointer = cuda_driver.driver(), ctypes.c_uint64(self.address)
+        with cuda_driver.on_gpu(self.ordinal):
             source, size = ctypes.c_void_p(words.ctypes.data), ctypes.c_size_t(words.nbytes)
             _check(driver.cuMemcpyHtoD_v2(pointer, source, size))
 
@@ -69,8 +69,8 @@ class PeerMemory:
         Raises:
           RuntimeError: the driver refuses.
         """
-        driver, handle = _driver(), _Handle()
-        with _on_gpu(driver, self.ordinal):
+        driver, handle = cuda_driver.driver(), _Handle()
+        with cuda_driver.on_gpu(self.ordinal):
             pointer = ctypes.c_uint64(self.address)
             _check(driver.cuIpcGetMemHandle(ctypes.byref(handle), pointer))
         return bytes(handle.bytes)
@@ -109,21 +109,21 @@ def open_shared(shared: bytes, ordinal: int) -> int:
       RuntimeError: the driver refuses: the GPUs don't reach each other, or the other process has
         ended.
     """
-    driver, address = _driver(), ctypes.c_uint64()
+    driver, address = cuda_driver.driver(), ctypes.c_uint64()
     handle = _Handle.from_buffer_copy(shared)
-    with _on_gpu(driver, ordinal):
+    with cuda_driver.on_gpu(ordinal):
         _check(driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), handle, _LAZY_PEER_ACCESS))
     return address.value
 
 
 def find_unreachable(ordinals: list[int]) -> str | None:
     """Two GPUs of this process of which one can't reach the other's memory; None if all can."""
-    driver = _driver()
+    driver = cuda_driver.driver()
     for one in ordinals:
         for other in ordinals:
             reaches = ctypes.c_int(1)
             if one != other:
-                pair = _device(driver, one), _device(driver, other)
+                pair = cuda_driver.device_of(one), cuda_driver.device_of(other)
                 _check(driver.cuDeviceCanAccessPeer(ctypes.byref(reaches), *pair))
             if not reaches.value:
                 return f"GPU {one} can't reach the memory of GPU {other}"
@@ -136,12 +136,12 @@ def let_reach(ordinals: list[int]) -> None:
     Raises:
       RuntimeError: the driver refuses.
     """
-    driver = _driver()
+    driver = cuda_driver.driver()
     for other in ordinals:
-        with _on_gpu(driver, other) as context:
+        with cuda_driver.on_gpu(other) as context:
             for one in ordinals:
                 if one != other:
-                    with _on_gpu(driver, one):
+                    with cuda_driver.on_gpu(one):
                         status = driver.cuCtxEnablePeerAccess(context, 0)
                     _check(0 if status == _PEER_ACCESS_ALREADY_ENABLED else status)
 
@@ -205,34 +205,10 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 def _free(address: int, ordinal: int) -> None:
-    driver = _driver()
-    with _on_gpu(driver, ordinal):
+    driver = cuda_driver.driver()
+    with cuda_driver.on_gpu(ordinal):
         driver.cuMemFree_v2(ctypes.c_uint64(address))
 
 
-@contextlib.contextmanager
-def _on_gpu(driver: Any, ordinal: int) -> Iterator[ctypes.c_void_p]:
-    """Makes the GPU's primary context, which is XLA's, that of this thread."""
-    device, context = _device(driver, ordinal), ctypes.c_void_p()
-    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
-    _check(driver.cuCtxPushCurrent_v2(context))
-    try:
-        yield context
-    finally:
-        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-        driver.cuDevicePrimaryCtxRelease_v2(device)
-
-
-def _device(driver: Any, ordinal: int) -> ctypes.c_int:
-    device = ctypes.c_int()
-    _check(driver.cuDeviceGet(ctypes.byref(device), ordinal))
-    return device
-
-
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
-
-
 def _check(status: int) -> None:
-    if status:
-        raise RuntimeError(f"the CUDA driver refuses to share memory between GPUs, error {status}")
+    cuda_driver.check(status, "to share memory between GPUs")

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax import peer_memory
+from dsv4_jax import cuda_driver, peer_memory
 from dsv4_jax.peer_memory import PeerMemory
 
 WORDS = 1024
@@ -87,7 +87,7 @@ class FakeDriver:
 @pytest.fixture
 def driver(monkeypatch):
     fake = FakeDriver()
-    monkeypatch.setattr(peer_memory, "_driver", lambda: fake)
+    monkeypatch.setattr(cuda_driver, "driver", lambda: fake)
     yield fake
     assert fake.contexts == []
 
