@@ -8,7 +8,7 @@
     streams     hyper_connections, write_streams
     draw        limit_tokens
     mesh        peer_collectives
-    copy        pack_rows
+    copy        pack_rows, gather_host_rows
 
 Each is a folder: `op.py` checks arguments and chooses a backend, `reference.py` is the definition,
 and further files are kernels. Under them lie `product` (rows times weights), `gpu` (what kernels
@@ -40,6 +40,7 @@ from pallas_kernels.compressor import Compressor, flush_csa, flush_hca, flush_wr
 from pallas_kernels.encode_tokens import encode_tokens
 from pallas_kernels.expert_mlp import expert_mlp, mixture_mlp
 from pallas_kernels.gather_entries import gather_entries, gather_window
+from pallas_kernels.gather_host_rows import gather_host_rows
 from pallas_kernels.hyper_connections import hyper_connections
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.index_topk import index_topk
@@ -96,6 +97,7 @@ __all__ = [
     "flush_write",
     "forbid_fallbacks",
     "gather_entries",
+    "gather_host_rows",
     "gather_window",
     "get_cache_format",
     "get_codec",

@@ -11,6 +11,7 @@ import pallas_kernels as pk
 from helpers.arrays import on_device, ones
 from helpers.bad_inputs import Opaque
 from helpers.calls import four_tokens
+from helpers.host_tables import addresses_of
 from pallas_kernels.common.weights import quantize_block_fp8, quantize_mxfp4
 
 T, H, C, R, W, EB, LB, NB, NS, S, D, M, P, E, K = 4, 2, 8, 4, 4, 2, 3, 7, 5, 2, 6, 3, 9, 10, 11
@@ -110,6 +111,8 @@ def calls():
                         "layer": LAYER},
         "gather_entries": {"pool": POOL, "call": CALL, "index": i32([[0, 3, 1]] * T), "dim": C,
                            "dtype": jnp.float32},
+        "gather_host_rows": {"rows": i32([[[0, 1]]] * T), "row_bytes": [8],
+                             "addresses": addresses_of([[np.zeros((2, 8), np.uint8)]])},
         "gather_window": {"ring": RING, "rows": ROWS, "call": CALL, "dim": C,
                           "dtype": jnp.float32},
         "get_cache_format": {"name": "f32"},

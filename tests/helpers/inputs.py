@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.arrays import on_device, ones, zeros
+from helpers.host_tables import addresses_of
 from pallas_kernels import (
     AttentionPart,
     CallIndices,
@@ -222,7 +223,7 @@ def valid_arguments(op):
     without_layer += ("index_topk", "sparse_attention", "expert_mlp")
     without_layer += ("block_linear", "block_linears", "swiglu_linear", "joined_linears")
     without_layer += ("pick_experts", "write_streams", "mixture_mlp")
-    without_layer += ("limit_tokens", "pack_rows", "sum_rows", "unpack_rows")
+    without_layer += ("limit_tokens", "pack_rows", "sum_rows", "unpack_rows", "gather_host_rows")
     without_layer += ("index_scores", "select_top_k", "attend_in_part", "join_parts")
     experts = {"w1": f32(4, 6, dim), "w3": f32(4, 6, dim), "w2": f32(4, dim, 6)}
     return {
@@ -249,6 +250,8 @@ def valid_arguments(op):
         "flush_write": {"pool": pool, "rows": rows, "block_table": table}
         | {"segment_ids": i32(tokens), "entries": i32(tokens)},
         "gather_entries": stored | {"index": i32(tokens, 3), "dim": dim},
+        "gather_host_rows": {"rows": i32(tokens, 2, 3), "row_bytes": [8]}
+        | {"addresses": addresses_of([[np.zeros((1, 8), np.uint8)]] * 2)},
         "gather_window": attended | {"dim": dim},
         "index_scores": stored
         | {"queries": f32(tokens, 2, dim), "weights": f32(tokens, 2)}

@@ -1,4 +1,4 @@
-"""Runs the PTX of `peer_collectives` on the CPU: a thread for each device, in any order.
+"""Runs PTX on the CPU, that of `peer_collectives` with a thread for each device, in any order.
 
 It knows the instructions that those texts have. Every access to memory is a step of its own, and
 whoever runs the threads says which takes the next one.
@@ -50,7 +50,7 @@ def thread(text, operands, memory):
         name = name.strip()
         if name.startswith("$"):
             return operands[int(name[1:])]
-        return int(name, 0) if name[0].isdigit() else registers[name]
+        return int(name, 0) if name[0].isdigit() or name[0] == "-" else registers[name]
 
     def put(name, value):
         if name.startswith("$"):
@@ -62,9 +62,9 @@ def thread(text, operands, memory):
         line, at = lines[at], at + 1
         if not line or line[0] in "{}." or line.endswith(":"):
             continue
-        if found := re.match(r"(?:@!(\w+) )?bra (\w+)", line):
-            if found[1] is None or not registers[found[1]]:
-                at = labels[found[2]]
+        if found := re.match(r"(?:@(!?)(\w+) )?bra (\w+)", line):
+            if found[2] is None or bool(registers[found[2]]) != bool(found[1]):
+                at = labels[found[3]]
             continue
         if found := _MEMORY.match(line):
             yield
@@ -92,14 +92,18 @@ def _compute(name, values):
         return values[0] if values[2] else values[1]
     if name == "mov.b64":
         return values[0] | values[1] << 32
-    if name == "mul.wide.u32":
-        return values[0] * values[1]
+    if name in ("mul.wide.u32", "mad.wide.u32"):
+        return values[0] * values[1] + sum(values[2:]) & _U64
+    if name == "shf.r.wrap.b32":
+        return (values[0] | values[1] << 32) >> (values[2] & 31) & 0xFFFFFFFF
     if name in ("mul.lo.u32", "mad.lo.u32"):
         return (values[0] * values[1] + sum(values[2:])) & 0xFFFFFFFF
     if name in ("add.u64", "add.u32"):
         return sum(values) & (_U64 if name.endswith("64") else 0xFFFFFFFF)
-    if name == "and.b32":
+    if name in ("and.b32", "and.b64"):
         return values[0] & values[1]
+    if name == "cvt.u32.u64":
+        return values[0] & 0xFFFFFFFF
     if name == "shl.b32":
         return values[0] << values[1] & 0xFFFFFFFF
     if name in ("mov.b32", "mov.f32", "cvt.u64.u32"):

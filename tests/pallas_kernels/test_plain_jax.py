@@ -12,6 +12,7 @@ import pallas_kernels as pk
 from helpers import slow
 from helpers.arrays import on_device
 from helpers.calls import four_tokens
+from helpers.host_tables import addresses_of
 from pallas_kernels.common.norm_rope import rms_norm, rotate
 from pallas_kernels.pick_experts import router_logits
 
@@ -120,6 +121,15 @@ def case_of_gather_entries():
 def case_of_gather_window():
     given = {"ring": RING, "rows": ROWS, "call": CALL, "dim": C}
     return given, {"dense": pk.gather_window(**given)[0]}
+
+
+def case_of_gather_host_rows():
+    stored = [RNG.integers(0, 256, (2, 6, size)).astype(np.uint8) for size in (8, 4)]
+    addresses = addresses_of([[plane[table] for plane in stored] for table in range(2)])
+    given = {"rows": i32(RNG.integers(0, 6, (T, 2, 3))), "addresses": addresses}
+    given |= {"row_bytes": (8, 4)}
+    found = list(pk.gather_host_rows(**given))
+    return given | {"planes": [on_device(plane, jnp.uint8) for plane in stored]}, {"found": found}
 
 
 def case_of_hyper_connections():

@@ -1,0 +1,126 @@
+"""Rows of tables in the host's memory, against the tables themselves."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers.arrays import on_device
+from helpers.host_tables import addresses_of, table
+from helpers.ptx_threads import thread
+from pallas_kernels import gather_host_rows, gpu_interpreter
+from pallas_kernels.gather_host_rows.op import split_address
+from pallas_kernels.gather_host_rows.triton_gpu import load_word
+
+RELEASED = (256, 8)
+"""Bytes of a row's codes and scales."""
+COLUMNS = 24
+
+AOT_CASES = [
+    (
+        f"{num_tokens} tokens",
+        functools.partial(gather_host_rows, row_bytes=RELEASED, backend="triton_gpu"),
+        [
+            jax.ShapeDtypeStruct((num_tokens, 2, COLUMNS), jnp.int32),
+            jax.ShapeDtypeStruct((2, 2, 2), jnp.int32),
+        ],
+    )
+    for num_tokens in (1, 64, 4096)
+]
+
+
+def case(num_tokens, columns=COLUMNS, row_bytes=RELEASED, offsets=(0, 0)):
+    """Rows, the first and the last of a table among them; addresses; and what lies there."""
+    rng = np.random.default_rng(num_tokens)
+    counts = (1000, 77)
+    tables = [
+        [table(n, size, rng, offset=by) for size, by in zip(row_bytes, offsets, strict=True)]
+        for n in counts
+    ]
+    rows = np.stack([rng.integers(0, n, (num_tokens, columns)) for n in counts], axis=1)
+    rows[0, :, 0], rows[-1, :, -1] = 0, np.array(counts) - 1
+    wanted = [
+        np.stack([planes[p][rows[:, n]] for n, planes in enumerate(tables)], axis=1)
+        for p in range(len(row_bytes))
+    ]
+    return on_device(rows, jnp.int32), addresses_of(tables), wanted
+
+
+CASES = {
+    "one token": {"num_tokens": 1},
+    "released": {"num_tokens": 5},
+    "a word of each row": {"num_tokens": 3, "columns": 1, "row_bytes": (4,), "offsets": (0,)},
+    "rows of three words": {"num_tokens": 3, "columns": 5, "row_bytes": (12, 4)},
+    "planes that begin inside a word": {"num_tokens": 2, "columns": 3, "offsets": (1, 7)},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("backend", ["reference", "triton_gpu"])
+def test_rows_are_those_of_the_tables(name, backend):
+    given = CASES[name]
+    rows, addresses, wanted = case(**given)
+    gather = functools.partial(
+        gather_host_rows, row_bytes=given.get("row_bytes", RELEASED), backend=backend
+    )
+    with gpu_interpreter():
+        found = jax.jit(gather)(rows, addresses)
+    assert len(found) == len(wanted)
+    for plane, own in zip(found, wanted, strict=True):
+        assert plane.dtype == jnp.uint8
+        np.testing.assert_array_equal(plane, own)
+
+
+class HostMemory:
+    """Words of one array at its own address; others are not to be read."""
+
+    def __init__(self, array):
+        self.begin = array.ctypes.data // 4 * 4
+        spare = array.ctypes.data - self.begin
+        size = -(-(spare + array.nbytes) // 4)
+        whole = np.zeros(4 * size, np.uint8)
+        whole[spare : spare + array.nbytes] = array.reshape(-1)
+        self.held = whole.view(np.uint32)
+
+    def words(self, address, count):
+        place, rest = divmod(address - self.begin, 4)
+        assert rest == 0, "a word must be aligned"
+        assert place >= 0, "an access before the table"
+        assert place + count <= len(self.held), "an access beyond the table"
+        return self.held[place : place + count]
+
+
+@pytest.mark.parametrize("offset", range(4))
+def test_a_thread_reads_its_word_and_none_beyond_the_table(offset):
+    """The text that threads run, instruction by instruction."""
+    rng = np.random.default_rng(offset)
+    rows = table(9, 12, rng, offset=offset)
+    low, high = (half % 2**32 for half in split_address(rows.ctypes.data))
+    for row in range(9):
+        for word in range(3):
+            operands = {1: low, 2: high, 3: row, 4: word}
+            for _ in thread(load_word(12), operands, HostMemory(rows)):
+                pass
+            wanted = rows[row, 4 * word : 4 * word + 4].copy().view(np.uint32)[0]
+            assert operands[0] == wanted, (row, word)
+
+
+def test_addresses_beyond_4_gib_have_two_halves():
+    address = 0x7FF6_F77F_3C45
+    low, high = split_address(address)
+    assert np.array([low, high], np.int32).view(np.uint64)[0] == address
+
+
+@pytest.mark.parametrize("row_bytes", [(6,), (256, 9)])
+def test_rows_without_whole_words_are_refused(row_bytes):
+    rows, addresses, _ = case(1)
+    with pytest.raises(ValueError, match="row_bytes must be multiples of 4, one a plane, got"):
+        gather_host_rows(rows, addresses, row_bytes=row_bytes)
+
+
+def test_as_many_planes_as_sizes_have_addresses():
+    rows, addresses, _ = case(1)
+    with pytest.raises(ValueError, match=r"addresses must be \[L, P, 2\]"):
+        gather_host_rows(rows, addresses, row_bytes=(256,))
