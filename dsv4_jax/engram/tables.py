@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import jax
@@ -14,6 +15,9 @@ from dsv4_jax.config.engram import GROUP, EngramConfig
 from dsv4_jax.engram.hashes import hash_ngrams, hash_rows, normalize
 from dsv4_jax.engram.ids import normalize_ids
 from dsv4_jax.engram.rows import EngramRows
+
+_HASHED_ROWS = 4096
+"""Of a table, evenly spaced, in `EngramTables.digest`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,11 +53,12 @@ class EngramTable:
         return values * np.repeat(scale, GROUP, axis=-1)[..., : values.shape[-1]]
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class EngramTables:
     """The tables of a model, one for each layer of `EngramConfig.layers`.
 
-    Two of them are equal where they are the same object, so that one may be a static argument.
+    Two of them are equal where they are the same object. In a tree they are no leaf, but static.
 
     Attributes:
       config: sizes of the tables.
@@ -89,6 +94,23 @@ class EngramTables:
         if shapes != wanted:
             raise ValueError(f"Engram tables must be of {wanted}, got {shapes}")
         return cls(config, normalized, tables, tokenizer_json)
+
+    def __repr__(self) -> str:
+        """Says which sizes they have, which is what programs depend on."""
+        return f"EngramTables({self.config})"
+
+    def digest(self) -> bytes:
+        """A hash of their sizes, of the normalised ids, and of some rows of each table."""
+        told = hashlib.blake2b(f"{self.config}".encode(), digest_size=16)
+        told.update(np.asarray(self.normalized, np.int64).tobytes())
+        for table in self.tables:
+            last = len(table.values) - 1
+            rows = np.linspace(0, last, min(_HASHED_ROWS, last + 1)).astype(np.int64)
+            for plane in (table.values, table.scale):
+                if plane is not None:
+                    told.update(f"{plane.dtype} {plane.shape} ".encode())
+                    told.update(np.ascontiguousarray(plane[rows]).tobytes())
+        return told.digest()
 
     @property
     def num_bytes(self) -> int:

@@ -49,9 +49,14 @@ def disk_shape(plan: EnginePlan, params: DSV4Params) -> Mapping[str, str]:
 
 
 def weights_digest(params: DSV4Params) -> str:
-    """A hash of every weight, of which the devices compute a checksum each, where they lie."""
+    """A hash of every weight, of which the devices compute a checksum each, where they lie.
+
+    Of the Engram tables it has a part, since their files may be larger than the host's memory.
+    """
     told = hashlib.blake2b(digest_size=16)
-    plain = dataclasses.replace(params, peers=None)
+    if params.engram is not None:
+        told.update(params.engram.digest())
+    plain = dataclasses.replace(params, peers=None, engram=None)
     for path, leaf in jax.tree_util.tree_leaves_with_path(plain):
         told.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape} ".encode())
         told.update(np.asarray(_sums(leaf)).tobytes())

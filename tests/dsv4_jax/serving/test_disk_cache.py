@@ -152,7 +152,7 @@ def test_after_a_call_that_raised_the_disk_is_what_it_was(build, monkeypatch):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["one", "other"], meta_fields=["peers"]
+    jax.tree_util.register_dataclass, data_fields=["one", "other"], meta_fields=["peers", "engram"]
 )
 @dataclasses.dataclass
 class Weights:
@@ -161,6 +161,7 @@ class Weights:
     one: jax.Array
     other: jax.Array
     peers: None = None
+    engram: None = None
 
 
 def test_a_digest_tells_bits_places_and_names_of_weights():
