@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -167,4 +168,4 @@ def _check_params(params: DSV4Params, shapes: DSV4Params) -> None:
 
 
 def _leaves(params: DSV4Params) -> list[tuple[Any, Any]]:
-    return jax.tree.leaves_with_path(params, is_leaf=is_quantized)
+    return jax.tree.leaves_with_path(dataclasses.replace(params, engram=None), is_leaf=is_quantized)

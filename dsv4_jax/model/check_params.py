@@ -35,7 +35,7 @@ def check_params(config: DSV4Config, params: DSV4Params) -> None:
         params = dataclasses.replace(params, mtp=None)  # of sizes that are not known
     kind = None if params.mtp is None else type(params.mtp)
     expected = _wanted_shapes(config, kind, is_unstacked)
-    found = _shapes(dataclasses.replace(params, peers=None))
+    found = _shapes(dataclasses.replace(params, peers=None, engram=None))
     problems = [
         f"{name} must be {expected.get(name, 'absent')}, is {found.get(name, 'absent')}"
         for name in sorted(expected.keys() | found.keys())

@@ -18,7 +18,7 @@ from dsv4_jax.cache.token_ids import look_back
 from dsv4_jax.collectives import rows_of_a_device, take_rows
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import LayerSpec
-from dsv4_jax.engram import EngramRows, EngramTables
+from dsv4_jax.engram import EngramRows, EngramTables, PlacedTables
 from dsv4_jax.linear import linear
 from dsv4_jax.model.hyper_connections import Residual
 from dsv4_jax.model.layer_params import EngramParams, LayerParams
@@ -30,8 +30,10 @@ _LEAST = 1e-6
 """Floor of the size of a product of key and stream."""
 
 
-def look_up_rows(tables: EngramTables, token_ids: jax.Array) -> jax.Array:
-    """f32[B, T, L, width] of i32[B, T], gathered on the host; in a program by a callback."""
+def look_up_rows(tables: EngramTables | PlacedTables, token_ids: jax.Array) -> jax.Array:
+    """f32[B, T, L, width] of i32[B, T]; where the host gathers them, in a program by a callback."""
+    if isinstance(tables, PlacedTables):
+        return tables.rows(token_ids)
     values = checks.known_values(token_ids)
     if values is not None:
         return jnp.asarray(tables.rows(values))
@@ -51,13 +53,15 @@ def look_up_call(
     call: CallIndices,
     config: DSV4Config,
 ) -> EngramRows:
-    """What the tokens of a call read, gathered on the host; in a program by a callback.
+    """What the tokens of a call read; where the host gathers it, in a program by a callback.
 
     Raises:
       ValueError: the parameters do not have the tables.
     """
     tables = tables_of(params, config)
     back = look_back(cache, token_ids, call)
+    if isinstance(tables, PlacedTables):
+        return tables.take(back)
     values = checks.known_values(back)
     if values is not None:
         return tables.take(values)
@@ -68,7 +72,7 @@ def _take(tables: EngramTables, back: np.ndarray) -> EngramRows:
     return tables.take(np.asarray(back))
 
 
-def tables_of(params: DSV4Params, config: DSV4Config) -> EngramTables:
+def tables_of(params: DSV4Params, config: DSV4Config) -> EngramTables | PlacedTables:
     """The tables of a model.
 
     Raises:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dsv4_jax import checks
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.layer_schedule import LayerSpec, layer_schedule
-from dsv4_jax.engram import EngramTables
+from dsv4_jax.engram import EngramTables, PlacedTables
 from dsv4_jax.model.draft_params import DraftParams, DSparkParams, draft_shapes
 from dsv4_jax.model.layer_params import (
     HyperConnectionParams,
@@ -47,7 +47,8 @@ class DSV4Params:
       norm: [D].
       head: [V, D].
       mtp: the draft, or None.
-      engram: the Engram tables, which lie on the host; static.
+      engram: the Engram tables: static, for the host to read, or placed where programs read them;
+        None of a model without any.
       peers: what collectives go through on a mesh, from `peers.make_peer_buffers`; None is NCCL.
     """
 
@@ -58,7 +59,7 @@ class DSV4Params:
     head: jax.Array
     mtp: DraftParams | None
     peers: PeerBuffers | None = None
-    engram: EngramTables | None = flax.struct.field(pytree_node=False, default=None)
+    engram: EngramTables | PlacedTables | None = None
 
     @property
     def dtype(self) -> jnp.dtype:

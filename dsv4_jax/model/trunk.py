@@ -102,8 +102,8 @@ def run_layers(
         type, and rings and states stay as they were; layers may be separate where all are unrolled.
       config: the model.
       targets: layers, ascending, after which a DSpark draft reads the streams.
-      engram_rows: what the call's tokens read of the Engram tables; None looks them up, in a
-        program by a callback.
+      engram_rows: what the call's tokens read of the Engram tables; None looks them up, where the
+        host has the tables by a callback.
       upper: i32[U], of a staged call, the places of tokens that `upper_layers` run too, ascending,
         then -1; all of a row's are among them or none is. Entries are made of all tokens. Streams
         and means of the others are zeros, and so is what those layers stage of them. None runs all

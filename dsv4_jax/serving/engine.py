@@ -17,6 +17,7 @@ from dsv4_jax import checks
 from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.config import DSV4Config
+from dsv4_jax.engram import EngramTables
 from dsv4_jax.hosts import hosts_of
 from dsv4_jax.mesh import find_mesh
 from dsv4_jax.model.check_params import check_params
@@ -26,6 +27,7 @@ from dsv4_jax.model.weight_forms import STORED
 from dsv4_jax.peers import make_peer_buffers
 from dsv4_jax.serving.device.request_rows import check_rows, engine_shape
 from dsv4_jax.serving.engine_core import EngineCore
+from dsv4_jax.serving.engram_place import with_placed_tables
 from dsv4_jax.serving.hand_over import bring_back, take_cached
 from dsv4_jax.serving.options import EngineOptions
 from dsv4_jax.serving.requests.cached_request import CachedRequest
@@ -82,6 +84,7 @@ class Engine(EngineCore):
             form, `params` are not those of `config`, or a size does not divide over the mesh;
             nothing was allocated.
           MemoryError: the host has less memory than `host_cache_bytes` says.
+          PinError: `engram_tables` asks for pinned tables, and the driver refuses.
           TypeError: `EngineOptions` has no such field.
         """
         options = _options_of(options, fields)
@@ -110,6 +113,10 @@ class Engine(EngineCore):
             params=params,
             has_tokenizer=tokenizer is not None,
         )
+        params = with_placed_tables(config, params, options)
+        if isinstance(params.engram, EngramTables):
+            # The host gathers rows by the ids of a step's tokens, which it has to read first.
+            plan = dataclasses.replace(plan, overlap=False)
         if _unrolls(options):
             params = unstack_layers(params)
         if mesh is not None:

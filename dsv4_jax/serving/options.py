@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from dsv4_jax import checks
 from dsv4_jax.cache.schema import FormatName, check_format
 from dsv4_jax.config import Idea
+from dsv4_jax.engram.placed_tables import PLACES
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
 from dsv4_jax.rules import (
     By,
@@ -124,6 +125,12 @@ class EngineOptions:
         256 MiB without `host_cache_bytes`. Not on a mesh of several processes.
       disk_cache_bytes: of its files, a number or a text such as "500GiB"; 0 only reads what others
         have written.
+      engram_tables: where steps read the Engram tables of a model that has some. "pinned": a GPU
+        reads rows in the host's memory, where the tables then stay until the process ends; it needs
+        as much memory as they take. "device": they are copied to the devices. "host": the host
+        gathers the rows of a step before it is launched, so that steps do not overlap. "auto" is
+        "pinned" on GPUs of one process if the memory is there, with a `SlowTablesWarning` if it
+        is not, and "host" elsewhere.
       unroll: gives every layer arrays of its own (`unstack_layers`), which is what a step on a GPU
         wants; None does so on a GPU alone. If you keep stacked `params`, they are in memory twice.
       overlap: launches the next step before the last one's tokens are read, where the host can plan
@@ -261,6 +268,15 @@ class EngineOptions:
             help="of the files in --disk-cache, such as 500GiB; 0 only reads what is there",
         ),
     ] = 0
+    engram_tables: Annotated[
+        str,
+        Ruled(
+            Word(("auto", *PLACES, "host")),
+            help="who reads the Engram tables of a model that has some: pinned, a GPU in "
+            "the host's memory; device, in its own; host, the host between two steps; auto is "
+            "pinned on GPUs if the host has the memory",
+        ),
+    ] = "auto"
     unroll: Annotated[bool | None, Ruled(Flag())] = None
     overlap: Annotated[bool, Ruled(Flag())] = True
     progress: Annotated[bool, Ruled(Flag())] = False

@@ -112,7 +112,7 @@ class EnginePlan:
     @property
     def is_on_gpu(self) -> bool:
         """Whether its devices are GPUs."""
-        return _is_on_gpu(self.mesh)
+        return is_on_gpu(self.mesh)
 
     @property
     def draft_tokens(self) -> int:
@@ -183,7 +183,7 @@ def plan_engine(
         memory_bytes=memory_bytes,
         block_parts=mesh_sizes(mesh)[1] if options.split_cache and mesh is not None else 1,
     )
-    sizes = find_sizes(options, max_requests=pools.max_requests, on_gpu=_is_on_gpu(mesh))
+    sizes = find_sizes(options, max_requests=pools.max_requests, on_gpu=is_on_gpu(mesh))
     data, model = (1, 1) if mesh is None else mesh_sizes(mesh)
     cost = StepCost.of(cached, params, num_devices=data * model)
     max_step_s = _max_step_s(options)
@@ -201,8 +201,7 @@ def plan_engine(
         cache_format=choose_cache_format(config, options.cache_format),
         grammars=options.grammars and has_tokenizer,
         prefill_activations=options.prefill_activations or options.activations,
-        # Rows of the Engram tables are gathered by the ids of a step's tokens.
-        overlap=options.overlap and not options.debug and config.engram is None,
+        overlap=options.overlap and not options.debug,
         host_cache_bytes=find_host_cache_bytes(options),
         cost=of_device,
         max_step_s=max_step_s,
@@ -274,10 +273,11 @@ def _max_step_s(options: EngineOptions) -> float:
     if options.max_step_ms is not None:
         is_none = options.max_step_ms >= NO_STEP_BOUND_MS
         return math.inf if is_none else options.max_step_ms / 1e3
-    return DEFAULT_MAX_STEP_MS / 1e3 if _is_on_gpu(options.mesh) else math.inf
+    return DEFAULT_MAX_STEP_MS / 1e3 if is_on_gpu(options.mesh) else math.inf
 
 
-def _is_on_gpu(mesh: Mesh | None) -> bool:
+def is_on_gpu(mesh: Mesh | None) -> bool:
+    """Whether an engine's devices are GPUs: those of a mesh, or JAX's default one."""
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     return platform == "gpu"
 

@@ -17,6 +17,7 @@ from dsv4_jax.allocator.data_shards import DataShards
 from dsv4_jax.allocator.pending_changes import idle_changes
 from dsv4_jax.cache.model_cache import ModelCache, family_bytes, family_kinds
 from dsv4_jax.cache.step_input import StepInput
+from dsv4_jax.engram import EngramTables
 from dsv4_jax.hosts import Hosts
 from dsv4_jax.model.params import DSV4Params
 from dsv4_jax.serving.device.boundary_rows import snapshot_plan
@@ -83,7 +84,8 @@ class StepRunner:
         self.draft_tokens = plan.draft_tokens
         self._engine_plan, self._grammars = plan, grammars
         # Other processes of a mesh gather for themselves, in the step.
-        tables = params.engram if hosts is None and self.config.engram else None
+        tables = params.engram if hosts is None else None
+        tables = tables if isinstance(tables, EngramTables) else None
         self._stager = RowStager(tables, metrics)
         self._shards = plan.data_shards
         self._num_slots = self._shards * plan.pools.max_requests

@@ -1,0 +1,81 @@
+"""Where the steps of an engine read the Engram tables: decided once, when it is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+from dsv4_jax.config import DSV4Config
+from dsv4_jax.engram import EngramTables, PinError, place_tables
+from dsv4_jax.engram.placed_tables import PINNED, PLACES
+from dsv4_jax.hosts import hosts_of
+from dsv4_jax.model.params import DSV4Params
+from dsv4_jax.runtime import host_memory, shown_bytes
+from dsv4_jax.serving.options import EngineOptions
+from dsv4_jax.serving.sizing import is_on_gpu
+
+
+class SlowTablesWarning(UserWarning):
+    """On a GPU the host gathers rows of the Engram tables, between two steps."""
+
+
+def with_placed_tables(
+    config: DSV4Config, params: DSV4Params, options: EngineOptions
+) -> DSV4Params:
+    """Parameters whose Engram tables lie where `options.engram_tables` says.
+
+    Args:
+      config: the model.
+      params: its parameters; tables that are placed already stay as they are.
+      options: of the engine.
+
+    Raises:
+      ValueError: the tables are to be placed, and cannot be: on a mesh of several processes, or
+        since some tokens have no normalised id, or rows no whole words.
+      PinError: they are to be pinned, and the driver refuses.
+    """
+    tables, asked = params.engram, options.engram_tables
+    if not isinstance(tables, EngramTables) or asked == "host":
+        return params
+    obstacle = _obstacle(config, tables, options)
+    if asked in PLACES:
+        if obstacle:
+            raise ValueError(f'engram_tables={asked!r} cannot be: {obstacle}; leave it at "auto"')
+        return dataclasses.replace(params, engram=place_tables(tables, asked))
+    if not is_on_gpu(options.mesh):
+        return params
+    obstacle = obstacle or _lack_of_memory(tables)
+    if not obstacle:
+        try:
+            return dataclasses.replace(params, engram=place_tables(tables, PINNED))
+        except (PinError, ValueError) as error:
+            obstacle = str(error)
+    warnings.warn(
+        "the host gathers rows of the Engram tables between two steps, which cannot overlap then, "
+        f'since the tables cannot be pinned: {obstacle}; engram_tables="host" is silent about it',
+        SlowTablesWarning,
+        stacklevel=3,
+    )
+    return params
+
+
+def _obstacle(config: DSV4Config, tables: EngramTables, options: EngineOptions) -> str:
+    """Why programs cannot read tables at all; nothing if they can."""
+    if hosts_of(options.mesh) is not None:
+        return "the mesh spans several processes, each of which reads its own host's tables"
+    if len(tables.normalized) < config.vocab_size:
+        return (
+            f"the tokenizer has {len(tables.normalized)} tokens, and the model "
+            f"vocab_size={config.vocab_size}"
+        )
+    return ""
+
+
+def _lack_of_memory(tables: EngramTables) -> str:
+    memory = host_memory()
+    if memory is None or memory.free_bytes >= tables.num_bytes:
+        return ""
+    return (
+        f"they take {shown_bytes(tables.num_bytes)}, and {memory.name} has "
+        f"{shown_bytes(memory.free_bytes)} free"
+    )
