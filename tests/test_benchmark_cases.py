@@ -21,6 +21,7 @@ from benchmarks import (
     bench_draws,
     bench_expert_mlp,
     bench_gather,
+    bench_gather_host_rows,
     bench_index_scores,
     bench_pack_rows,
     bench_sparse_attention,
@@ -37,6 +38,7 @@ BENCHMARKS = [
     (bench_compress, 8),
     (bench_draws, 16),
     (bench_gather, 9),
+    (bench_gather_host_rows, 4),
     (bench_index_scores, 28),
     (bench_pack_rows, 12),
     (bench_sparse_attention, 60),
@@ -54,6 +56,7 @@ NO_SIZES_OF_CALLS = {
     ("LAYERS", "ROUND_US"),
     "LIMIT_S",
     "_ASKING",
+    ("COPIED_BYTES", "REPEATS"),
 }
 """What else they assign: bytes, how often a call is repeated, seconds, what requests ask for."""
 MODEL_SIZES = {

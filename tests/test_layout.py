@@ -205,7 +205,7 @@ SERVING_ROOMS = {
     "request": {"requests"},
     "grammars": {"requests"},
     "schedule": {"metrics", "step_sizes", "sizing", "requests"},
-    "device": {"metrics", "sizing", "requests", "schedule"},
+    "device": {"metrics", "options", "sizing", "requests", "schedule"},
     "loop": {"metrics", "sizing", "requests", "schedule", "device"},
     "engine_core": {"metrics", "sizing", "requests", "schedule", "device", "loop"},
     "engine_state": {"device", "metrics", "requests", "engine_core"},

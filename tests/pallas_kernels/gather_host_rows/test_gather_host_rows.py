@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.cases.engram import COLUMNS, ROW_BYTES, TABLES, TOKENS
 from helpers.arrays import on_device
 from helpers.host_tables import addresses_of, table
 from helpers.ptx_threads import thread
@@ -14,24 +15,20 @@ from pallas_kernels import gather_host_rows, gpu_interpreter
 from pallas_kernels.gather_host_rows.op import split_address
 from pallas_kernels.gather_host_rows.triton_gpu import load_word
 
-RELEASED = (256, 8)
-"""Bytes of a row's codes and scales."""
-COLUMNS = 24
-
 AOT_CASES = [
     (
         f"{num_tokens} tokens",
-        functools.partial(gather_host_rows, row_bytes=RELEASED, backend="triton_gpu"),
+        functools.partial(gather_host_rows, row_bytes=ROW_BYTES, backend="triton_gpu"),
         [
-            jax.ShapeDtypeStruct((num_tokens, 2, COLUMNS), jnp.int32),
-            jax.ShapeDtypeStruct((2, 2, 2), jnp.int32),
+            jax.ShapeDtypeStruct((num_tokens, TABLES, COLUMNS), jnp.int32),
+            jax.ShapeDtypeStruct((TABLES, len(ROW_BYTES), 2), jnp.int32),
         ],
     )
-    for num_tokens in (1, 64, 4096)
+    for num_tokens in TOKENS
 ]
 
 
-def case(num_tokens, columns=COLUMNS, row_bytes=RELEASED, offsets=(0, 0)):
+def case(num_tokens, columns=COLUMNS, row_bytes=ROW_BYTES, offsets=(0, 0)):
     """Rows, the first and the last of a table among them; addresses; and what lies there."""
     rng = np.random.default_rng(num_tokens)
     counts = (1000, 77)
@@ -63,7 +60,7 @@ def test_rows_are_those_of_the_tables(name, backend):
     given = CASES[name]
     rows, addresses, wanted = case(**given)
     gather = functools.partial(
-        gather_host_rows, row_bytes=given.get("row_bytes", RELEASED), backend=backend
+        gather_host_rows, row_bytes=given.get("row_bytes", ROW_BYTES), backend=backend
     )
     with gpu_interpreter():
         found = jax.jit(gather)(rows, addresses)

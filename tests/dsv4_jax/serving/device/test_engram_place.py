@@ -10,8 +10,8 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.engram import EngramTables, PinError, PlacedTables
-from dsv4_jax.serving import engram_place
-from dsv4_jax.serving.engram_place import SlowTablesWarning, with_placed_tables
+from dsv4_jax.serving.device import engram_place
+from dsv4_jax.serving.device.engram_place import SlowTablesWarning, with_placed_tables
 from dsv4_jax.serving.options import EngineOptions
 from helpers.v41_cache import greedy, model
 
