@@ -56,6 +56,11 @@ def pin(arrays: Sequence[np.ndarray]) -> list[int]:
     return [array.ctypes.data for array in arrays]
 
 
+def bytes_to_pin(arrays: Sequence[np.ndarray]) -> int:
+    """Of pages that `pin` would add to those that are pinned."""
+    return sum(end - begin for begin, end in _missing(_pages(arrays), _pinned))
+
+
 def _pin_pages(arrays: Sequence[np.ndarray]) -> None:
     ordinal = jax.local_devices()[0].local_hardware_id or 0
     flags = _PORTABLE | _DEVICE_MAP

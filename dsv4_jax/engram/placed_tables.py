@@ -16,7 +16,7 @@ import numpy as np
 from dsv4_jax import checks
 from dsv4_jax.config.engram import EngramConfig
 from dsv4_jax.engram.device_hashes import hash_ngrams
-from dsv4_jax.engram.pinned_memory import pin
+from dsv4_jax.engram.pinned_memory import bytes_to_pin, pin
 from dsv4_jax.engram.rows import EngramRows
 from dsv4_jax.engram.tables import EngramTable, EngramTables
 from pallas_kernels.gather_host_rows import gather_host_rows
@@ -113,8 +113,7 @@ def place_tables(tables: EngramTables, where: str) -> PlacedTables:
       PinError: the driver refuses to pin the memory.
     """
     checks.choice("where", where, PLACES)
-    planes = [[p for p in (t.values, t.scale) if p is not None] for t in tables.tables]
-    stored = [[_codes(plane) for plane in table] for table in planes]
+    stored = _planes(tables)
     addresses = arrays = None
     if where == DEVICE:
         arrays = tuple(tuple(map(jnp.asarray, table)) for table in stored)
@@ -135,6 +134,19 @@ def place_tables(tables: EngramTables, where: str) -> PlacedTables:
         source=tables,
         dtypes=tuple(plane.dtype for plane in stored[0]),
     )
+
+
+def memory_to_pin(tables: EngramTables) -> int:
+    """Bytes that `place_tables` would pin, without those that are pinned already."""
+    return bytes_to_pin([plane for planes in _planes(tables) for plane in planes])
+
+
+def _planes(tables: EngramTables) -> list[list[np.ndarray]]:
+    """Values and scales of each table, or values alone."""
+    return [
+        [_codes(plane) for plane in (table.values, table.scale) if plane is not None]
+        for table in tables.tables
+    ]
 
 
 def _codes(plane: np.ndarray) -> np.ndarray:

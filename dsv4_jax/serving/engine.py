@@ -25,9 +25,9 @@ from dsv4_jax.model.params import DSV4Params, unstack_layers
 from dsv4_jax.model.shardings import param_shardings
 from dsv4_jax.model.weight_forms import STORED
 from dsv4_jax.peers import make_peer_buffers
+from dsv4_jax.serving.device.engram_place import with_placed_tables
 from dsv4_jax.serving.device.request_rows import check_rows, engine_shape
 from dsv4_jax.serving.engine_core import EngineCore
-from dsv4_jax.serving.device.engram_place import with_placed_tables
 from dsv4_jax.serving.hand_over import bring_back, take_cached
 from dsv4_jax.serving.options import EngineOptions
 from dsv4_jax.serving.requests.cached_request import CachedRequest

@@ -81,6 +81,7 @@ ENGINE = COUNTS | FORMAT | {
     "num_snapshots": bad.integer(0, optional=True),
     "memory_bytes": bad.integer(1000, None, optional=True),
     "gpu_memory_fraction": bad.number(0, 1, above=True, optional=True),
+    "engram_tables": bad.choice(),
     "unroll": bad.flag(optional=True),
     "progress": bad.flag(),
     "debug": bad.flag(),

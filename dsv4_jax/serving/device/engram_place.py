@@ -7,10 +7,10 @@ import warnings
 
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.engram import EngramTables, PinError, place_tables
-from dsv4_jax.engram.placed_tables import PINNED, PLACES
+from dsv4_jax.engram.placed_tables import DEVICE, PINNED, PLACES, memory_to_pin
 from dsv4_jax.hosts import hosts_of
 from dsv4_jax.model.params import DSV4Params
-from dsv4_jax.runtime import host_memory, shown_bytes
+from dsv4_jax.runtime import Memory, find_memory, host_memory, shown_bytes
 from dsv4_jax.serving.options import EngineOptions
 from dsv4_jax.serving.sizing import is_on_gpu
 
@@ -44,7 +44,7 @@ def with_placed_tables(
         return dataclasses.replace(params, engram=place_tables(tables, asked))
     if not is_on_gpu(options.mesh):
         return params
-    obstacle = obstacle or _lack_of_memory(tables)
+    obstacle = obstacle or _lack(memory_to_pin(tables), host_memory())
     if not obstacle:
         try:
             return dataclasses.replace(params, engram=place_tables(tables, PINNED))
@@ -68,14 +68,14 @@ def _obstacle(config: DSV4Config, tables: EngramTables, options: EngineOptions) 
             f"the tokenizer has {len(tables.normalized)} tokens, and the model "
             f"vocab_size={config.vocab_size}"
         )
+    if options.engram_tables == DEVICE:
+        return _lack(tables.num_bytes, find_memory())
     return ""
 
 
-def _lack_of_memory(tables: EngramTables) -> str:
-    memory = host_memory()
-    if memory is None or memory.free_bytes >= tables.num_bytes:
+def _lack(needed: int, memory: Memory | None) -> str:
+    """Says that memory is too little; nothing if it is not, or nobody knows."""
+    if memory is None or memory.free_bytes >= needed:
         return ""
-    return (
-        f"they take {shown_bytes(tables.num_bytes)}, and {memory.name} has "
-        f"{shown_bytes(memory.free_bytes)} free"
-    )
+    free = shown_bytes(memory.free_bytes)
+    return f"they take {shown_bytes(needed)}, and {memory.name} has {free} free"

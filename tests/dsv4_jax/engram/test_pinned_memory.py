@@ -76,6 +76,8 @@ def test_planes_of_one_file_share_pages(driver, tmp_path):
     before = dict(driver.runs)
     assert pin(planes[::-1]) == [plane.ctypes.data for plane in planes[::-1]]
     assert driver.runs == before  # once
+    assert pinned_memory.bytes_to_pin(planes) == 0
+    assert pinned_memory.bytes_to_pin([whole]) == 3 * PAGE
     pin([whole])
     assert driver.holds(whole)
 

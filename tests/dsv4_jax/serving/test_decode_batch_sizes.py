@@ -115,7 +115,7 @@ def test_steps_of_all_sizes_share_the_program_of_draws(monkeypatch):
 
 def test_a_gpu_takes_sizes_that_nobody_gave_once_they_are_compiled(monkeypatch):
     """A step would else compile one in the middle of an answer."""
-    monkeypatch.setattr(sizing, "_is_on_gpu", lambda mesh: True)
+    monkeypatch.setattr(sizing, "is_on_gpu", lambda mesh: True)
     engine = engine_of()
     monkeypatch.setattr(engine.loop.runner, "warmup", list)
     assert engine.loop.pace.sizes.decoding == (4,)

@@ -50,7 +50,7 @@ def test_each_option_of_the_command_line_reaches_its_field():
         "cache_format": ["f32"], "prefill_tokens": ["8,16"], "decode_batch_sizes": ["1,2"],
         "draft_tokens": ["2"],
         "steps_per_call": ["4"], "activations": ["bfloat16"], "prefill_activations": ["fp8"],
-        "gpu_memory_fraction": ["0.5"], "max_step_ms": ["40"],
+        "gpu_memory_fraction": ["0.5"], "max_step_ms": ["40"], "engram_tables": ["device"],
         "host_cache_bytes": ["3MiB"], "disk_cache_dir": ["pages"], "disk_cache_bytes": ["5GiB"],
     }  # fmt: skip
     given = [word for name, text in words.items() for word in (arguments.option_of(name), *text)]
@@ -60,7 +60,8 @@ def test_each_option_of_the_command_line_reaches_its_field():
         "prefill_tokens": [8, 16], "decode_batch_sizes": [1, 2], "draft_tokens": 2,
         "steps_per_call": 4,
         "activations": "bfloat16", "prefill_activations": "fp8", "gpu_memory_fraction": 0.5,
-        "grammars": False, "max_step_ms": 40.0, "host_cache_bytes": 3 * 2**20,
+        "grammars": False, "max_step_ms": 40.0, "engram_tables": "device",
+        "host_cache_bytes": 3 * 2**20,
         "disk_cache_dir": "pages", "disk_cache_bytes": 5 * 2**30,
     }  # fmt: skip
     assert {name for name, ruled in rules_of(EngineOptions).items() if ruled.help} == set(chosen)
@@ -163,6 +164,7 @@ def test_processes_of_a_mesh_see_every_option_of_another_engine():
         "num_blocks": 200, "num_snapshots": 1, "memory_bytes": 2**32, "unroll": True,
         "overlap": False, "debug": True, "progress": True, "split_cache": True, "steps_per_call": 2,
         "max_step_ms": 40, "host_cache_bytes": 2**20, "disk_cache_dir": "pages",
+        "engram_tables": "host",
     }  # fmt: skip
     not_shown = {"mesh", "idea", "gpu_memory_fraction", "disk_cache_bytes"}
     assert FIELDS.keys() - others.keys() == not_shown

@@ -127,6 +127,13 @@ def test_tokens_without_a_normalised_id_stay_with_the_host(monkeypatch):
         assert placed(short) is tables
 
 
+def test_a_device_without_the_memory_does_not_take_them(monkeypatch):
+    little = types.SimpleNamespace(name="NVIDIA H200", free_bytes=99, total_bytes=2**37)
+    monkeypatch.setattr(engram_place, "find_memory", lambda: little)
+    with pytest.raises(ValueError, match=r"cannot be: they take .*, and NVIDIA H200 has 99 B free"):
+        placed(engram_tables="device")
+
+
 def test_several_processes_read_tables_of_their_own(monkeypatch):
     monkeypatch.setattr(engram_place, "hosts_of", lambda mesh: object())
     with pytest.raises(
