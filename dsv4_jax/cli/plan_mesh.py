@@ -18,8 +18,8 @@ from dsv4_jax.model.weight_sizes import FORMATS
 from dsv4_jax.runtime import host_memory, shown_bytes
 
 BATCHES = (1, 32, 256)
-HOST_LINK = 50e9
-"""Bytes per second from a host's memory to a GPU, of a copy over PCIe 5.0 with 16 lanes."""
+HOST_ROWS = 10e9
+"""Bytes per second of rows that an H200 read anywhere in the host's pinned memory (PCIe 5.0)."""
 DISK_READS = 500_000
 """Random reads of a page that an NVMe disk serves in a second, with many at a time."""
 _MIB, _GIB = 2**20, 2**30
@@ -258,8 +258,8 @@ def _print_table_reads(rows: int, num_bytes: float) -> None:
         # Codes and scales of a row lie in two places of a file, each in a page or two.
         pages = 2 * batch * rows
         print(
-            f"rows of {batch} token(s): {batch * num_bytes / 1e6:,.3f} MB to a host's GPUs, "
-            f"{batch * num_bytes / HOST_LINK * 1e3:,.3f} ms at {HOST_LINK / 1e9:g} GB/s; from a "
+            f"rows of {batch} token(s): {batch * num_bytes / 1e6:,.3f} MB to a GPU, "
+            f"{batch * num_bytes / HOST_ROWS * 1e3:,.3f} ms at {HOST_ROWS / 1e9:g} GB/s; from a "
             f"disk {pages:,} reads of a page, {pages / DISK_READS * 1e3:,.2f} ms at "
             f"{DISK_READS:,} a second"
         )

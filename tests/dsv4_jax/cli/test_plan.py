@@ -488,7 +488,7 @@ def test_v41_flash_on_four_cards(plan):
     assert "left out: images: 309 tensors" in text
     floor = [float(cell) for cell in _row(text, "256")[:3]]
     assert floor == pytest.approx([19.67, 0.83, 20.50], rel=0.01)
-    assert "rows of 32 token(s): 0.406 MB to a host's GPUs" in text
+    assert "rows of 32 token(s): 0.406 MB to a GPU, 0.041 ms at 10 GB/s" in text
     assert "from a disk 3,072 reads of a page" in text
     assert re.search(r"the [\d.,]+ GiB of .* (do not )?hold them, and [\d.,]+ GiB are free", text)
     by_format = [int(2**20 * float(n.replace(",", ""))) for n in _row(text, "all")]
