@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4_jax as ds
-from dsv4_jax.bench.parts import one_token_each, random_rows
+from dsv4_jax.bench.parts import one_token_each
 from dsv4_jax.bench.program import count_launches
 from dsv4_jax.bench.round_case import usual_stages
 from dsv4_jax.cache.model_cache import tree_bytes
@@ -38,6 +38,7 @@ from dsv4_jax.cache.snapshots import SnapshotPlan, init_snapshot_store
 from dsv4_jax.cli.arguments import add_activations, add_weights
 from dsv4_jax.config.first_layers import first_layers
 from dsv4_jax.config.upper_layers import upper_layers, upper_size
+from dsv4_jax.engram import EngramTables, PlacedTables
 from dsv4_jax.model.weight_forms import RELEASE_FORMS
 from dsv4_jax.model.weight_sizes import FORMATS, walk_weights, weight_format
 from dsv4_jax.step.decode_steps import jit_plain_decode_steps
@@ -81,6 +82,9 @@ def compile_step(
     sizes = {"max_requests": batch, "max_context_tokens": context, "cache_format": cache_format}
     cache = placed(ds.cache.cache_shapes(config, **sizes))
     params = ds.model.param_shapes(config, weights=weights)
+    is_engine_step = bool(draft_tokens or prompts or steps_per_call > 1 or draws is not None)
+    if config.engram is not None and is_engine_step:
+        params = dataclasses.replace(params, engram=_pinned_tables(config))
     params = placed(ds.unstack_layers(params))
     static = {"config": config, "activations": activations}
     donated = [cache]
@@ -117,7 +121,8 @@ def compile_step(
         lowered = step.lower(*arguments, **static)
     traced = time.perf_counter()
     compiled = lowered.compile(compiler_options=_NO_REMATERIALIZATION)
-    beside = arguments if draws == "apart" else arguments[1:]
+    beside = arguments if draws == "apart" else (arguments[1:], params.engram)
+    params = dataclasses.replace(params, engram=None)
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     formats = collections.Counter()
     for _, weight in walk_weights(params):
@@ -139,6 +144,19 @@ def compile_step(
     }
 
 
+def _pinned_tables(config):
+    """Shapes of Engram tables in the host's memory, which an engine's step reads by addresses."""
+    ids = np.zeros(config.vocab_size, np.int64)
+    byte = np.dtype(np.uint8)
+    return PlacedTables(
+        normalized=jax.ShapeDtypeStruct(ids.shape, jnp.int32),
+        addresses=jax.ShapeDtypeStruct((len(config.engram.layers), 2, 2), jnp.int32),
+        arrays=None,
+        source=EngramTables(config.engram, ids, (), ""),
+        dtypes=(byte, byte),
+    )
+
+
 def _serve_input(config, batch, draft_tokens, *, num_steps=1, num_tokens=0):
     """Shapes of a call in which every request decodes and all its drafts are checked.
 
@@ -148,12 +166,9 @@ def _serve_input(config, batch, draft_tokens, *, num_steps=1, num_tokens=0):
     def build():
         count = num_tokens or batch * (draft_tokens + 1)
         tokens, row = jnp.zeros(count, jnp.int32), jnp.zeros(batch, jnp.int32)
-        engram = random_rows(config, count, np.random.default_rng(0))
         upper = upper_size(count, batch) if num_tokens and upper_layers(config) else 0
         return ServeInput(
-            step_input=ds.StepInput(
-                token_ids=tokens, request_ids=tokens, request_slots=row, engram=engram
-            ),
+            step_input=ds.StepInput(token_ids=tokens, request_ids=tokens, request_slots=row),
             num_checked=row,
             next_token_ids=row,
             sampling=ds.make_sampling(batch),
