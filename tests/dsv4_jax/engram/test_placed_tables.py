@@ -52,9 +52,10 @@ def contexts(count, rng):
         reduced(RELEASE, 5_000),
         TINY,
         dataclasses.replace(TINY, least_prime=2),
+        dataclasses.replace(TINY, least_prime=2**25 - 5_000),
         dataclasses.replace(TINY, least_prime=2**28),
     ],
-    ids=["released", "reduced", "tiny", "small primes", "primes of 29 bits"],
+    ids=["released", "reduced", "tiny", "small primes", "primes of 25 bits", "primes of 29 bits"],
 )
 def test_a_device_finds_the_rows_of_64_bit_products_in_32(config):
     rng = np.random.default_rng(1)
