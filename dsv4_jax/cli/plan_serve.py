@@ -50,8 +50,8 @@ def serve_line(args: argparse.Namespace, placed: Placement) -> str:
 def not_run(placed: Placement) -> list[str]:
     """What of that no GPU has run yet, as `docs/limits.md` says it."""
     found = []
-    if placed.config.engram is not None:
-        found.append("an engine of a model with Engram tables")
+    if placed.config.engram is not None and placed.data * placed.model > 1:
+        found.append("an engine of a model with Engram tables on more than one GPU")
     if placed.options.draft_tokens and placed.data * placed.model > 1:
         found.append("drafts on more than one GPU, which --drafts off leaves out")
     return found

@@ -4,7 +4,7 @@ For x_0, the normalised id of a token, and x_s, that of the token s before it,
 
     r_n = x_0 m_0 ^ ... ^ x_(n-1) m_(n-1)       row(n, head) = r_n mod prime(n, head) + offset
 
-in 64 bits, of which a GPU's programs have 32: the host computes them.
+in 64 bits, which NumPy has; programs have 32, and `device_hashes`.
 """
 
 from __future__ import annotations

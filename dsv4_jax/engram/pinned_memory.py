@@ -31,11 +31,13 @@ _pinned: list[tuple[int, int]] = []
 """Pages that are pinned: where runs of them begin and end."""
 
 
-def pin(arrays: Sequence[np.ndarray]) -> list[int]:
-    """Lets the GPUs of this process read arrays where they are; on a CPU nothing needs to be done.
+def pin(arrays: Sequence[np.ndarray], *, on_gpu: bool | None = None) -> list[int]:
+    """Lets the GPUs of this process read arrays where they are.
 
     Args:
       arrays: contiguous ones, of which some may be pinned already.
+      on_gpu: whether GPUs will; None is whether JAX's default device is one. For CPUs nothing needs
+        to be done.
 
     Returns:
       Where each begins, in the host's memory and for every GPU.
@@ -44,15 +46,20 @@ def pin(arrays: Sequence[np.ndarray]) -> list[int]:
       PinError: the driver refuses; what this call has pinned is free again.
     """
     assert all(array.flags.c_contiguous for array in arrays), "rows lie one after the other"
-    if jax.default_backend() == "gpu":
+    if on_gpu is None:
+        on_gpu = jax.default_backend() == "gpu"
+    if on_gpu and _missing(_pages(arrays), _pinned):
+        _kept.extend(arrays)  # before any page of theirs is pinned, whatever interrupts this
         before = list(_pinned)
         try:
-            _pin_pages(arrays)
+            with cuda_driver.on_gpu(_first_gpu()):
+                try:
+                    _pin_pages(arrays)
+                except BaseException:
+                    _release([run for run in _pinned if run not in before])
+                    raise
         except (RuntimeError, OSError) as error:
-            _release([run for run in _pinned if run not in before])
-            _pinned[:] = before
             raise PinError(f"{error}") from error
-        _kept.extend(arrays)
     return [array.ctypes.data for array in arrays]
 
 
@@ -61,28 +68,32 @@ def bytes_to_pin(arrays: Sequence[np.ndarray]) -> int:
     return sum(end - begin for begin, end in _missing(_pages(arrays), _pinned))
 
 
+def _first_gpu() -> int:
+    """The driver's number of a GPU, whose context pins for all of them."""
+    return jax.local_devices(backend="gpu")[0].local_hardware_id or 0
+
+
 def _pin_pages(arrays: Sequence[np.ndarray]) -> None:
-    ordinal = jax.local_devices()[0].local_hardware_id or 0
+    """Pins what is not pinned yet; a GPU's context is that of the thread."""
     flags = _PORTABLE | _DEVICE_MAP
     if not all(array.flags.writeable for array in arrays):
         flags |= _READ_ONLY
-    with cuda_driver.on_gpu(ordinal):
-        calls = cuda_driver.driver()
-        for begin, end in _missing(_pages(arrays), _pinned):
-            for first in range(begin, end, _PIECE_BYTES):
-                size = min(_PIECE_BYTES, end - first)
-                status = calls.cuMemHostRegister_v2(
-                    ctypes.c_void_p(first), ctypes.c_size_t(size), flags
-                )
-                cuda_driver.check(status, f"to pin {size:,} bytes of the host's memory")
-                _pinned.append((first, first + size))
-                seen = ctypes.c_uint64()
-                status = calls.cuMemHostGetDevicePointer_v2(
-                    ctypes.byref(seen), ctypes.c_void_p(first), 0
-                )
-                cuda_driver.check(status, "the address of pinned memory")
-                if seen.value != first:
-                    raise RuntimeError("GPUs of this machine see the host's memory elsewhere")
+    calls = cuda_driver.driver()
+    for begin, end in _missing(_pages(arrays), _pinned):
+        for first in range(begin, end, _PIECE_BYTES):
+            size = min(_PIECE_BYTES, end - first)
+            status = calls.cuMemHostRegister_v2(
+                ctypes.c_void_p(first), ctypes.c_size_t(size), flags
+            )
+            cuda_driver.check(status, f"to pin {size:,} bytes of the host's memory")
+            _pinned.append((first, first + size))
+            seen = ctypes.c_uint64()
+            status = calls.cuMemHostGetDevicePointer_v2(
+                ctypes.byref(seen), ctypes.c_void_p(first), 0
+            )
+            cuda_driver.check(status, "the address of pinned memory")
+            if seen.value != first:
+                raise RuntimeError("GPUs of this machine see the host's memory elsewhere")
 
 
 def _pages(arrays: Sequence[np.ndarray]) -> list[tuple[int, int]]:
@@ -117,5 +128,7 @@ def _missing(
 
 
 def _release(runs: Sequence[tuple[int, int]]) -> None:
-    for begin, _ in runs:
-        cuda_driver.driver().cuMemHostUnregister(ctypes.c_void_p(begin))
+    """Lets pages go, of which those that the driver keeps stay in the list."""
+    for run in runs:
+        if not cuda_driver.driver().cuMemHostUnregister(ctypes.c_void_p(run[0])):
+            _pinned.remove(run)

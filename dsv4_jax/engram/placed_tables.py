@@ -14,16 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax import checks
-from dsv4_jax.config.engram import EngramConfig
+from dsv4_jax.config.engram import GROUP, EngramConfig
 from dsv4_jax.engram.device_hashes import hash_ngrams
 from dsv4_jax.engram.pinned_memory import bytes_to_pin, pin
 from dsv4_jax.engram.rows import EngramRows
 from dsv4_jax.engram.tables import EngramTable, EngramTables
 from pallas_kernels.gather_host_rows import gather_host_rows
 from pallas_kernels.gather_host_rows.op import split_address
+from pallas_kernels.gather_host_rows.reference import WORD_BYTES
 
 PINNED, DEVICE = "pinned", "device"
 PLACES = (PINNED, DEVICE)
+_DTYPES = tuple(map(np.dtype, (np.uint8, np.float16, jnp.bfloat16, np.float32)))
+"""Of values: codes, or dense."""
+_MOST_ROWS = 2**31 - 1
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -45,6 +49,14 @@ class PlacedTables:
     arrays: tuple[tuple[jax.Array, ...], ...] | None
     source: EngramTables
     dtypes: tuple[np.dtype, ...] = flax.struct.field(pytree_node=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process, which has the tables elsewhere, places them anew."""
+        return place_tables, (self.source, DEVICE if self.addresses is None else PINNED)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacedTables:
+        """Itself: nothing of it can be changed, and a copy of the tables would lie elsewhere."""
+        return self
 
     def digest(self) -> bytes:
         """`EngramTables.digest`."""
@@ -82,7 +94,7 @@ class PlacedTables:
             ]
         else:
             assert self.addresses is not None
-            widths = self.config.head_dim, -(-self.config.head_dim // 32)
+            widths = self.config.head_dim, -(-self.config.head_dim // GROUP)
             sizes = [w * dtype.itemsize for w, dtype in zip(widths, self.dtypes, strict=False)]
             planes = gather_host_rows(hashed, self.addresses, row_bytes=sizes)
             found = [_as(plane, dtype) for plane, dtype in zip(planes, self.dtypes, strict=True)]
@@ -91,8 +103,8 @@ class PlacedTables:
     def rows(self, token_ids: jax.Array) -> jax.Array:
         """f32[B, T, L, width], what every token of whole sequences i32[B, T] reads."""
         width = self.config.max_ngram
-        past = jnp.full((token_ids.shape[0], width - 1), -1, token_ids.dtype)
-        whole = jnp.concatenate([past, token_ids], axis=1)
+        past = jnp.full((token_ids.shape[0], width - 1), -1, jnp.int32)
+        whole = jnp.concatenate([past, token_ids.astype(jnp.int32)], axis=1)
         num = token_ids.shape[1]
         back = jnp.stack([whole[:, width - 1 - s :][:, :num] for s in range(width)], axis=-1)
         found = self.take(back.reshape(-1, width))
@@ -100,31 +112,30 @@ class PlacedTables:
         return jnp.stack(rows, axis=1).reshape(*token_ids.shape, len(rows), -1)
 
 
-def place_tables(tables: EngramTables, where: str) -> PlacedTables:
+def place_tables(tables: EngramTables, where: str, *, on_gpu: bool | None = None) -> PlacedTables:
     """The tables where programs read them.
 
     Args:
       tables: in the host's memory, or mapped there.
       where: one of `PLACES`. What is pinned stays so until the process ends, and the tables stay in
         memory as long.
+      on_gpu: whether GPUs will read pinned ones; None is whether JAX's default device is one.
 
     Raises:
-      ValueError: there is no such place; or a row has no whole words, and cannot be read there.
+      ValueError: there is no such place; or programs cannot read these tables there: they are not
+        those of their config, of several dtypes or one that JAX has not, or not in one piece, or
+        pinned ones have rows without whole words.
       PinError: the driver refuses to pin the memory.
     """
+    checks.instance("tables", tables, EngramTables)
     checks.choice("where", where, PLACES)
     stored = _planes(tables)
+    _check_planes(tables.config, stored, pinned=where == PINNED)
     addresses = arrays = None
     if where == DEVICE:
         arrays = tuple(tuple(map(jnp.asarray, table)) for table in stored)
     else:
-        for plane in stored[0]:
-            if plane.strides[0] % 4:
-                raise ValueError(
-                    f"tables must have rows of whole words of 4 bytes, got {plane.strides[0]} "
-                    "bytes; leave them to the host"
-                )
-        begin = iter(pin([plane for table in stored for plane in table]))
+        begin = iter(pin([plane for table in stored for plane in table], on_gpu=on_gpu))
         halves = [[split_address(next(begin)) for _ in table] for table in stored]
         addresses = jnp.asarray(halves, jnp.int32)
     return PlacedTables(
@@ -134,6 +145,37 @@ def place_tables(tables: EngramTables, where: str) -> PlacedTables:
         source=tables,
         dtypes=tuple(plane.dtype for plane in stored[0]),
     )
+
+
+def _check_planes(config: EngramConfig, stored: list[list[np.ndarray]], *, pinned: bool) -> None:
+    """Refuses what the host may read and programs may not, by whose numbers nothing is checked."""
+    widths = config.head_dim, -(-config.head_dim // GROUP)
+    wanted = [[(rows, width) for width in widths[: len(stored[0])]] for rows in config.table_rows]
+    shapes = [[plane.shape for plane in planes] for planes in stored]
+    if shapes != wanted:
+        raise ValueError(f"tables must be those of their config, of {wanted}, got {shapes}")
+    dtypes = {tuple(str(plane.dtype) for plane in planes) for planes in stored}
+    if len(dtypes) > 1:
+        raise ValueError(f"tables must be of one dtype each, got {sorted(dtypes)}")
+    for plane in stored[0]:
+        if plane.dtype not in _DTYPES:
+            names = [dtype.name for dtype in _DTYPES]
+            raise ValueError(f"tables must be E4M3, or of one of {names}, got {plane.dtype}")
+    if max(config.table_rows) > _MOST_ROWS:
+        raise ValueError(
+            f"tables must have at most {_MOST_ROWS} rows, by whose numbers programs find them, got "
+            f"{max(config.table_rows)}; leave them to the host"
+        )
+    if not pinned:
+        return
+    for plane in (plane for planes in stored for plane in planes):
+        if not plane.flags.c_contiguous:
+            raise ValueError("tables must have rows that lie one after the other, got strided ones")
+        if (size := plane.shape[1] * plane.dtype.itemsize) % WORD_BYTES:
+            raise ValueError(
+                f"tables must have rows of whole words of {WORD_BYTES} bytes, got {size} bytes; "
+                "leave them to the host"
+            )
 
 
 def memory_to_pin(tables: EngramTables) -> int:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4_jax.config.engram import GROUP
 from pallas_kernels.common import numbers
 
 Array = jax.Array | np.ndarray
@@ -31,8 +32,6 @@ class EngramRows:
             wide = values.astype(jnp.float32)
         else:
             scale = numbers.decode_ue8m0(jnp.asarray(self.scale)[..., number, :, :])
-            size = values.shape[-1]
-            group = -(-size // scale.shape[-1])
-            scale = jnp.repeat(scale, group, axis=-1)[..., :size]
+            scale = jnp.repeat(scale, GROUP, axis=-1)[..., : values.shape[-1]]
             wide = numbers.decode_e4m3(values) * scale
         return wide.reshape(*wide.shape[:-2], -1)

@@ -16,7 +16,7 @@ from dsv4_jax.engram.hashes import hash_ngrams, hash_rows, normalize
 from dsv4_jax.engram.ids import normalize_ids
 from dsv4_jax.engram.rows import EngramRows
 
-_HASHED_ROWS = 4096
+_HASHED_ROWS = 2**16
 """Of a table, evenly spaced, in `EngramTables.digest`."""
 
 

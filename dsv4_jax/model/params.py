@@ -11,6 +11,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.serialization import (
+    from_state_dict,
+    register_serialization_state,
+    to_state_dict,
+)
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv4_jax import checks
@@ -81,6 +86,27 @@ class DSV4Params:
     def layer(self, spec: LayerSpec) -> LayerParams:
         """The parameters of one trunk layer."""
         return layer_of(self.layers[spec.kind], spec.kind_idx)
+
+
+def _state_of(params: DSV4Params) -> dict[str, Any]:
+    """What flax writes of parameters: no tables, which are files, and lie elsewhere next time."""
+    return {name: to_state_dict(getattr(params, name)) for name in _WRITTEN}
+
+
+def _with_state(params: DSV4Params, state: dict[str, Any]) -> DSV4Params:
+    """Parameters with what flax has read; their own tables.
+
+    Raises:
+      ValueError: a field is missing, or there is another one.
+    """
+    if state.keys() != set(_WRITTEN):
+        raise ValueError(f"a state must have the fields {list(_WRITTEN)}, got {sorted(state)}")
+    read = {name: from_state_dict(getattr(params, name), state[name], name) for name in _WRITTEN}
+    return dataclasses.replace(params, **read)
+
+
+_WRITTEN = tuple(one.name for one in dataclasses.fields(DSV4Params) if one.name != "engram")
+register_serialization_state(DSV4Params, _state_of, _with_state, override=True)
 
 
 def unstack_layers(params: DSV4Params, *, donate: bool = False) -> DSV4Params:

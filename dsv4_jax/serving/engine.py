@@ -18,6 +18,7 @@ from dsv4_jax.checkpoint.find import find_checkpoint
 from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.engram import EngramTables
+from dsv4_jax.engram.placed_tables import DEVICE
 from dsv4_jax.hosts import hosts_of
 from dsv4_jax.mesh import find_mesh
 from dsv4_jax.model.check_params import check_params
@@ -107,6 +108,8 @@ class Engine(EngineCore):
                 f"disk_cache_dir needs all devices of the mesh in one process, got "
                 f"{options.disk_cache_dir} on a mesh of several; leave it out"
             )
+        if options.engram_tables == DEVICE:  # they take memory that the plan divides
+            params = with_placed_tables(config, params, options)
         plan = plan_engine(
             config,
             options,

@@ -130,7 +130,7 @@ class EngineOptions:
         as much memory as they take. "device": they are copied to the devices. "host": the host
         gathers the rows of a step before it is launched, so that steps do not overlap. "auto" is
         "pinned" on GPUs of one process if the memory is there, with a `SlowTablesWarning` if it
-        is not, and "host" elsewhere.
+        is not, and "host" elsewhere. Tables that `place_tables` has placed stay where they are.
       unroll: gives every layer arrays of its own (`unstack_layers`), which is what a step on a GPU
         wants; None does so on a GPU alone. If you keep stacked `params`, they are in memory twice.
       overlap: launches the next step before the last one's tokens are read, where the host can plan

@@ -31,6 +31,8 @@ def gather_host_rows(
 ) -> tuple[jax.Array, ...]:
     """See `op.gather_host_rows`."""
     _, num_tables, num_columns = rows.shape
+    if not rows.size:
+        return tuple(jnp.zeros((*rows.shape, size), jnp.uint8) for size in row_bytes)
     words = [size // WORD_BYTES for size in row_bytes]
     kernel = functools.partial(_kernel, num_tables=num_tables, num_columns=num_columns)
     found = triton.launch(

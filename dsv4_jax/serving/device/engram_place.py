@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from typing import Any
+
+import jax
 
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.engram import EngramTables, PinError, place_tables
+from dsv4_jax.engram import EngramTables, PinError, PlacedTables, place_tables
 from dsv4_jax.engram.placed_tables import DEVICE, PINNED, PLACES, memory_to_pin
 from dsv4_jax.hosts import hosts_of
 from dsv4_jax.model.params import DSV4Params
@@ -35,19 +38,27 @@ def with_placed_tables(
       PinError: they are to be pinned, and the driver refuses.
     """
     tables, asked = params.engram, options.engram_tables
-    if not isinstance(tables, EngramTables) or asked == "host":
+    if isinstance(tables, PlacedTables):
+        if obstacle := _obstacle(config, tables.source, options):
+            raise ValueError(f"params.engram cannot be of placed tables: {obstacle}")
         return params
-    obstacle = _obstacle(config, tables, options)
+    if tables is None or asked == "host":
+        return params
+    on_gpu, obstacle = is_on_gpu(options.mesh), _obstacle(config, tables, options)
     if asked in PLACES:
+        if asked == DEVICE:
+            obstacle = obstacle or _lack(tables.num_bytes, find_memory())
         if obstacle:
             raise ValueError(f'engram_tables={asked!r} cannot be: {obstacle}; leave it at "auto"')
-        return dataclasses.replace(params, engram=place_tables(tables, asked))
-    if not is_on_gpu(options.mesh):
+        with jax.default_device(_first_device(options)):
+            return dataclasses.replace(params, engram=place_tables(tables, asked, on_gpu=on_gpu))
+    if not on_gpu:
         return params
     obstacle = obstacle or _lack(memory_to_pin(tables), host_memory())
     if not obstacle:
         try:
-            return dataclasses.replace(params, engram=place_tables(tables, PINNED))
+            with jax.default_device(_first_device(options)):
+                return dataclasses.replace(params, engram=place_tables(tables, PINNED, on_gpu=True))
         except (PinError, ValueError) as error:
             obstacle = str(error)
     warnings.warn(
@@ -68,9 +79,12 @@ def _obstacle(config: DSV4Config, tables: EngramTables, options: EngineOptions) 
             f"the tokenizer has {len(tables.normalized)} tokens, and the model "
             f"vocab_size={config.vocab_size}"
         )
-    if options.engram_tables == DEVICE:
-        return _lack(tables.num_bytes, find_memory())
     return ""
+
+
+def _first_device(options: EngineOptions) -> Any:
+    """Of a mesh; None without one."""
+    return None if options.mesh is None else options.mesh.devices.flat[0]
 
 
 def _lack(needed: int, memory: Memory | None) -> str:

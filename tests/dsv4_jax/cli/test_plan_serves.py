@@ -141,9 +141,12 @@ def test_a_plan_ends_with_the_command_that_serves_it(capsys, words, line):
     [
         (
             "v41-flash --gpu h200x4",
-            "an engine of a model with Engram tables, drafts on more than one",
+            "an engine of a model with Engram tables on more than one GPU, drafts on more than one",
         ),
-        ("v41-flash --gpu h200x4 --drafts off", "an engine of a model with Engram tables"),
+        (
+            "v41-flash --gpu h200x4 --drafts off",
+            "an engine of a model with Engram tables on more than one GPU",
+        ),
         ("flash --gpu h200x2", "drafts on more than one GPU, which --drafts off leaves out"),
         ("flash --gpu h200x2 --drafts off", None),
         ("tiny", None),

@@ -19,8 +19,21 @@ class Driver:
 
     def __init__(self):
         self.runs, self.flags, self.most, self.elsewhere = {}, set(), None, 0
+        self.has_context, self.interrupts = False, False
+
+    @contextlib.contextmanager
+    def on_gpu(self, ordinal):
+        assert ordinal == 3
+        self.has_context = True
+        try:
+            yield
+        finally:
+            self.has_context = False
 
     def cuMemHostRegister_v2(self, address, size, flags):
+        assert self.has_context
+        if self.interrupts and self.runs:
+            raise KeyboardInterrupt
         begin, end = address.value, address.value + size.value
         assert begin % PAGE == end % PAGE == 0
         if any(first < end and begin < last for first, last in self.runs.items()):
@@ -37,6 +50,8 @@ class Driver:
         return 0
 
     def cuMemHostUnregister(self, address):
+        if not self.has_context:
+            return 201
         del self.runs[address.value]
         return 0
 
@@ -50,7 +65,8 @@ class Driver:
 def driver(monkeypatch):
     made = Driver()
     monkeypatch.setattr(cuda_driver, "driver", lambda: made)
-    monkeypatch.setattr(cuda_driver, "on_gpu", lambda ordinal: contextlib.nullcontext())
+    monkeypatch.setattr(cuda_driver, "on_gpu", made.on_gpu)
+    monkeypatch.setattr(pinned_memory, "_first_gpu", lambda: 3)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(pinned_memory, "_kept", [])
     monkeypatch.setattr(pinned_memory, "_pinned", [])
@@ -115,9 +131,29 @@ def test_a_machine_without_a_driver_cannot_pin(monkeypatch, tmp_path):
         raise OSError("libcuda.so.1: cannot open shared object file")
 
     monkeypatch.setattr(cuda_driver, "driver", missing)
+    monkeypatch.setattr(pinned_memory, "_first_gpu", lambda: 0)
+    monkeypatch.setattr(pinned_memory, "_kept", [])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(PinError, match=r"libcuda\.so\.1"):
         pin([file_of(tmp_path, 1)])
+
+
+def test_an_interrupt_leaves_no_page_pinned_of_memory_that_may_go(driver, tmp_path, monkeypatch):
+    monkeypatch.setattr(pinned_memory, "_PIECE_BYTES", PAGE)
+    whole, driver.interrupts = file_of(tmp_path, 4), True
+    with pytest.raises(KeyboardInterrupt):
+        pin([whole])
+    assert not driver.runs
+    assert pinned_memory.bytes_to_pin([whole]) == 4 * PAGE
+    driver.interrupts = False
+    pin([whole])
+    assert driver.holds(whole)
+
+
+def test_a_cpu_of_a_machine_with_gpus_pins_nothing(driver, tmp_path):
+    array = file_of(tmp_path, 1)
+    assert pin([array], on_gpu=False) == [array.ctypes.data]
+    assert not driver.runs
 
 
 def test_what_is_pinned_is_kept(driver, tmp_path):

@@ -1,6 +1,8 @@
 """Tables that programs read: the rows that the host finds, wherever the tables lie."""
 
+import copy
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -82,10 +84,19 @@ def test_a_program_reads_what_the_host_takes(form, where):
         np.testing.assert_array_equal(found.scale, wanted.scale)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint32, jnp.uint8])
 @pytest.mark.parametrize("where", PLACES)
-def test_whole_sequences_begin_with_nothing_before_them(where):
+def test_whole_sequences_begin_with_nothing_before_them(where, dtype):
     tables = tables_of("E4M3")
     ids = np.random.default_rng(3).integers(0, 160, (2, 5))
+    found = place_tables(tables, where).rows(jnp.asarray(ids, dtype))
+    np.testing.assert_array_equal(found, tables.rows(ids))
+
+
+@pytest.mark.parametrize(("head_dim", "where"), [(100, "pinned"), (100, "device"), (40, "device")])
+def test_the_last_scale_of_a_row_may_be_of_fewer_columns(head_dim, where):
+    tables = tables_of("E4M3", dataclasses.replace(TINY, head_dim=head_dim))
+    ids = np.random.default_rng(4).integers(0, 160, (1, 7))
     found = place_tables(tables, where).rows(jnp.asarray(ids, jnp.int32))
     np.testing.assert_array_equal(found, tables.rows(ids))
 
@@ -103,6 +114,77 @@ def test_placed_tables_are_leaves_and_know_the_host_s():
         ValueError, match=r"where must be one of \('pinned', 'device'\), got 'disk'"
     ):
         place_tables(tables, "disk")
+
+
+def altered(change):
+    tables = tables_of("float32")
+    return dataclasses.replace(tables, tables=tuple(map(change, range(2), tables.tables)))
+
+
+REFUSED = {
+    "of another height": (
+        lambda n, table: EngramTable(table.values[:50]),
+        "tables must be those of their config, of",
+    ),
+    "of another width": (
+        lambda n, table: EngramTable(table.values[:, :64]),
+        "tables must be those of their config, of",
+    ),
+    "of two dtypes": (
+        lambda n, table: EngramTable(table.values.astype([np.float32, np.float16][n])),
+        r"tables must be of one dtype each, got \[\('float16',\), \('float32',\)\]",
+    ),
+    "of none that programs have": (
+        lambda n, table: EngramTable(table.values.astype(np.float64)),
+        "tables must be E4M3, or of one of .*, got float64",
+    ),
+    "big-endian": (
+        lambda n, table: EngramTable(table.values.astype(">f4")),
+        "tables must be E4M3, or of one of .*, got >f4",
+    ),
+    "strided": (
+        lambda n, table: EngramTable(np.asfortranarray(table.values)),
+        "rows that lie one after the other, got strided ones",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_programs_would_misread_is_refused(name):
+    """They check no row's number, and no address."""
+    change, told = REFUSED[name]
+    with pytest.raises(ValueError, match=told):
+        place_tables(altered(change), "pinned")
+
+
+def test_more_rows_than_programs_can_number_are_refused():
+    class Tall:
+        dtype, flags = np.dtype(np.float32), np.zeros(0).flags
+
+        def __init__(self, shape):
+            self.shape = shape
+
+    config = dataclasses.replace(TINY, least_prime=2**30)
+    tables = tuple(EngramTable(Tall((rows, config.head_dim))) for rows in config.table_rows)
+    with pytest.raises(ValueError, match="at most 2147483647 rows, by whose numbers"):
+        place_tables(EngramTables(config, np.zeros(9, np.int64), tables, ""), "pinned")
+
+
+def test_tables_are_placed_once():
+    with pytest.raises(ValueError, match="tables must be a EngramTables"):
+        place_tables(place_tables(tables_of("E4M3"), "device"), "device")
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_copy_reads_the_same_memory_and_another_process_its_own(where):
+    placed = place_tables(tables_of("E4M3"), where)
+    assert copy.deepcopy(placed) is placed
+    again = pickle.loads(pickle.dumps(placed))
+    assert again.tables[0].values is not placed.tables[0].values
+    back = jnp.asarray(contexts(5, np.random.default_rng(5)), jnp.int32)
+    np.testing.assert_array_equal(again.take(back).values, placed.take(back).values)
+    if where == "pinned":
+        assert (np.asarray(again.addresses) != np.asarray(placed.addresses)).any()
 
 
 def test_rows_without_whole_words_stay_with_the_host():

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import serialization
 from jax.sharding import AbstractMesh
 
 import dsv4_jax as ds
@@ -21,13 +22,14 @@ from dsv4_jax.attention.selection import Selection
 from dsv4_jax.attention.shared_entries import choose_candidates
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.config.sources import Candidates
+from dsv4_jax.engram import place_tables
 from dsv4_jax.engram.hashes import hash_rows
 from dsv4_jax.mesh import AXES
 from dsv4_jax.model import param_shapes, param_shardings
 from dsv4_jax.model.engram import look_up_rows
 from dsv4_jax.model.forward import forward, forward_means
 from dsv4_jax.model.hyper_connections import Residual
-from helpers import capture, v41
+from helpers import capture, v41, v41_cache
 from helpers.tolerance import INDEX_MARGIN
 from pallas_kernels import CACHE_FORMATS
 
@@ -259,3 +261,20 @@ def test_random_parameters_have_every_leaf():
     assert shapes == jax.tree.map(lambda leaf: leaf.shape, param_shapes(config))
     assert params.hc_head is None
     assert params.mtp.hc_head is None
+
+
+def test_flax_writes_arrays_of_the_model_and_no_tables():
+    _, params = v41_cache.model()
+    placed = dataclasses.replace(params, engram=place_tables(params.engram, "pinned"))
+    state = serialization.to_bytes(params)
+    assert serialization.to_bytes(placed) == state
+    empty = jax.tree.map(jnp.zeros_like, params)
+    for target in (empty, dataclasses.replace(empty, engram=placed.engram)):
+        found = serialization.from_bytes(target, state)
+        assert found.engram is target.engram
+        plain = dataclasses.replace(found, engram=None), dataclasses.replace(params, engram=None)
+        jax.tree.map(np.testing.assert_array_equal, *plain)
+    missing = serialization.to_state_dict(params)
+    del missing["norm"]
+    with pytest.raises(ValueError, match=r"a state must have the fields .*'norm'"):
+        serialization.from_state_dict(params, missing)

@@ -1,5 +1,6 @@
 """Where an engine's steps read the Engram tables, and that its answers do not depend on it."""
 
+import contextlib
 import dataclasses
 import types
 import warnings
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.engram import EngramTables, PinError, PlacedTables
+from dsv4_jax import cuda_driver
+from dsv4_jax.engram import EngramTables, PinError, PlacedTables, pinned_memory, place_tables
 from dsv4_jax.serving.device import engram_place
 from dsv4_jax.serving.device.engram_place import SlowTablesWarning, with_placed_tables
 from dsv4_jax.serving.options import EngineOptions
@@ -69,9 +71,14 @@ def on_a_gpu(monkeypatch, *, free=2**40, refusal=None):
     memory = types.SimpleNamespace(name="the host", free_bytes=free, total_bytes=2**40)
     monkeypatch.setattr(engram_place, "is_on_gpu", lambda mesh: True)
     monkeypatch.setattr(engram_place, "host_memory", lambda: memory)
+    # A CPU reads what is pinned without that.
+    monkeypatch.setattr(pinned_memory, "_pin_pages", lambda arrays: None)
+    monkeypatch.setattr(pinned_memory, "_first_gpu", lambda: 0)
+    monkeypatch.setattr(cuda_driver, "on_gpu", lambda ordinal: contextlib.nullcontext())
     if refusal:
 
-        def refuse(tables, where):
+        def refuse(tables, where, *, on_gpu):
+            assert on_gpu
             raise PinError(refusal)
 
         monkeypatch.setattr(engram_place, "place_tables", refuse)
@@ -125,6 +132,9 @@ def test_tokens_without_a_normalised_id_stay_with_the_host(monkeypatch):
     on_a_gpu(monkeypatch)
     with pytest.warns(SlowTablesWarning, match=said):
         assert placed(short) is tables
+    own = dataclasses.replace(params, engram=place_tables(tables, "pinned", on_gpu=False))
+    with pytest.raises(ValueError, match=rf"params\.engram cannot be of placed tables: {said}"):
+        placed(own)
 
 
 def test_a_device_without_the_memory_does_not_take_them(monkeypatch):
