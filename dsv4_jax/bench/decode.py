@@ -137,6 +137,7 @@ def _step_rows(setup: CaseSetup, params: DSV4Params) -> Iterator[dict[str, Any]]
     if case.tables is not None:
         routed = with_routing(params, config, case.routings[0])
         yield setup.time_reads(program.run, routed, cache, step_input, batch=case.batch)
+        yield setup.time_pinned(routed, setup.fill(), step_input)
         cache = setup.fill()
     if case.profile:
         call = decode_call(program.run, with_routing(params, config, case.routings[0]), step_input)

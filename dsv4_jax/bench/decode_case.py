@@ -9,20 +9,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv4_jax.bench import roofline
 from dsv4_jax.bench.engram_reads import time_reads
 from dsv4_jax.bench.fill import filled_cache
 from dsv4_jax.bench.parts import one_token_each
 from dsv4_jax.bench.profile import profile_launches
+from dsv4_jax.bench.program import compile_program
 from dsv4_jax.bench.timing import Timing, dispatch, time_calls
 from dsv4_jax.cache.empty_cache import cache_shapes
 from dsv4_jax.cache.model_cache import ModelCache, tree_bytes
 from dsv4_jax.cache.schema import blocks_of
 from dsv4_jax.cache.step_input import StepInput
 from dsv4_jax.config import DSV4Config
-from dsv4_jax.engram import EngramRows, EngramTables
+from dsv4_jax.engram import EngramRows, EngramTables, place_tables
+from dsv4_jax.engram.placed_tables import PINNED
+from dsv4_jax.mesh import find_mesh
 from dsv4_jax.model.activations import DEFAULT_ACTIVATIONS
+from dsv4_jax.runtime import decode_options
+from dsv4_jax.step.decode import jit_decode_step
 
 PARTS = ("step", "cache", "layers")
 """Those that are timed if nothing else is asked for."""
@@ -49,8 +55,8 @@ class DecodeCase:
       routings: laws by which tokens pick experts, of `routing_laws.LAWS`; the step is timed with
         each, and all other parts with the first.
       block_parts: devices that a request's blocks are dealt over; the cache is then that of one.
-      tables: Engram tables in host memory, whose rows steps are also timed to wait for; None times
-        steps alone, with rows that lie on the devices.
+      tables: Engram tables in host memory; steps are also timed that wait for rows of them, and
+        steps that read them by themselves. None times steps alone, with rows on the devices.
     """
 
     batch: int
@@ -171,6 +177,34 @@ class CaseSetup:
 
         sizes = {"batch": batch, "calls": self.calls, "limit_s": self.case.limit_s}
         return time_reads(tables, (cache, None), put=put, step=run, rewind=rewind, **sizes)[0]
+
+    def time_pinned(
+        self,
+        params: Any,
+        cache: ModelCache,
+        step_input: StepInput,
+        *,
+        rewind: Callable[[Any], Any] | None = None,
+    ) -> dict[str, Any]:
+        """Compiles and times a step that reads rows of pinned tables itself; donates the cache.
+
+        Args:
+          params: parameters, on the devices of the step.
+          cache: as of `time_reads`.
+          step_input: the step's input, whose rows are left out.
+          rewind: as of `measure`.
+        """
+        assert self.case.tables is not None
+        tables = place_tables(self.case.tables, PINNED)
+        if (mesh := find_mesh(params)) is not None:
+            tables = jax.device_put(tables, NamedSharding(mesh, PartitionSpec()))
+        params = dataclasses.replace(params, engram=tables)
+        step_input = dataclasses.replace(step_input, engram=None)
+        static = {"config": self.config, "activations": self.case.activations}
+        static["options"] = decode_options()
+        program = compile_program(jit_decode_step, params, cache, step_input, **static)
+        call = decode_call(program.run, params, step_input)
+        return self.measure(call, (cache, None), rewind=rewind)[0].row("engram_pinned")
 
     def profile(
         self,

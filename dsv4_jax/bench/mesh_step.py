@@ -213,6 +213,7 @@ class MeshSteps:
             yield setup.time_reads(
                 program.run, routed, cache, step_input, batch=batch, rewind=rewind
             )
+            yield setup.time_pinned(routed, fill(), step_input, rewind=rewind)
             cache = fill()
         if setup.case.profile:
             call = decode_call(program.run, params, step_input)

@@ -59,6 +59,8 @@ def decode_line(row: dict[str, Any]) -> str:
             f"{row['engram_step_ms']:.3f} ms, {row['engram_ms']:.3f} to gather them and "
             f"{row['engram_put_ms']:.3f} to bring them,"
         )
+    if "engram_pinned_ms" in row:
+        words.append(f"where a step reads them itself {timed(row, 'engram_pinned_ms')},")
     words += [f"{part} failed, {error}," for part, error in row.get("failed", {}).items()]
     return " ".join(words).rstrip(",")
 

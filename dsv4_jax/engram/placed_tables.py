@@ -21,7 +21,6 @@ from dsv4_jax.engram.rows import EngramRows
 from dsv4_jax.engram.tables import EngramTable, EngramTables
 from pallas_kernels.gather_host_rows import gather_host_rows
 from pallas_kernels.gather_host_rows.op import split_address
-from pallas_kernels.gather_host_rows.reference import WORD_BYTES
 
 PINNED, DEVICE = "pinned", "device"
 PLACES = (PINNED, DEVICE)
@@ -123,8 +122,7 @@ def place_tables(tables: EngramTables, where: str, *, on_gpu: bool | None = None
 
     Raises:
       ValueError: there is no such place; or programs cannot read these tables there: they are not
-        those of their config, of several dtypes or one that JAX has not, or not in one piece, or
-        pinned ones have rows without whole words.
+        those of their config, of several dtypes or one that JAX has not, or not in one piece.
       PinError: the driver refuses to pin the memory.
     """
     checks.instance("tables", tables, EngramTables)
@@ -171,11 +169,6 @@ def _check_planes(config: EngramConfig, stored: list[list[np.ndarray]], *, pinne
     for plane in (plane for planes in stored for plane in planes):
         if not plane.flags.c_contiguous:
             raise ValueError("tables must have rows that lie one after the other, got strided ones")
-        if (size := plane.shape[1] * plane.dtype.itemsize) % WORD_BYTES:
-            raise ValueError(
-                f"tables must have rows of whole words of {WORD_BYTES} bytes, got {size} bytes; "
-                "leave them to the host"
-            )
 
 
 def memory_to_pin(tables: EngramTables) -> int:

@@ -14,10 +14,8 @@ from pallas_kernels.common.checks import (
     check_list,
     check_rank,
     check_shape,
-    shown,
 )
 from pallas_kernels.gather_host_rows import reference, triton_gpu
-from pallas_kernels.gather_host_rows.reference import WORD_BYTES
 
 _IMPLEMENTATIONS = {
     Backend.REFERENCE: reference.gather_host_rows,
@@ -45,14 +43,14 @@ def gather_host_rows(
     Args:
       rows: i32[T, L, C], C rows of each of L tables for each of T tokens.
       addresses: i32[L, P, 2], where each plane of each table begins: the low and the high half.
-      row_bytes: bytes of a row of each of P planes, multiples of four.
+      row_bytes: bytes of a row of each of P planes.
       backend: implementation to use; None picks the fastest one that runs here.
 
     Returns:
       A plane u8[T, L, C, row_bytes[p]] each.
 
     Raises:
-      ValueError: a shape or dtype is wrong, or a row has no whole words.
+      ValueError: a shape or dtype is wrong.
       NotImplementedError: the named backend can't run here.
 
     Source: deepseek_v41.md section 9.
@@ -63,10 +61,6 @@ def gather_host_rows(
     sizes = tuple(
         check_integer(f"row_bytes[{plane}]", size, 1) for plane, size in enumerate(row_bytes)
     )
-    if any(size % WORD_BYTES for size in sizes):
-        raise ValueError(
-            f"row_bytes must be multiples of {WORD_BYTES}, one a plane, got {shown(row_bytes)}"
-        )
     check_shape("addresses", addresses, (rows.shape[1], len(sizes), 2), "L, P, 2")
     implementation = resolve(
         "gather_host_rows", backend, _IMPLEMENTATIONS, arguments={"rows": rows}

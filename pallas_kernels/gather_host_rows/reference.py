@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 WORD_BYTES = 4
 
@@ -29,9 +30,9 @@ def _read(
     found = []
     for plane, size in enumerate(row_bytes):
         low, high = np.moveaxis(halves[:, plane], -1, 0)  # i32[L, 1, 1]
-        words = np.arange(size // WORD_BYTES)
+        words = np.arange(pl.cdiv(size, WORD_BYTES))
         read = read_words(low, high, numbers, words, row_bytes=size)
-        found.append(read.view(np.uint8).reshape(*numbers.shape[:-1], size))
+        found.append(read.view(np.uint8).reshape(*numbers.shape[:-1], -1)[..., :size])
     return tuple(found)
 
 
@@ -53,13 +54,15 @@ def read_words(
       row_bytes: of a row.
 
     Returns:
-      i32[...], of the shape to which these are broadcast.
+      i32[...], of the shape to which these are broadcast; zeros behind the end of a row.
     """
     halves = (np.asarray(half).astype(np.int32).view(np.uint32) for half in (low, high))
     low, high = (half.astype(np.int64) for half in halves)
     row, word = (np.asarray(number).astype(np.int64) for number in (row, word))
     at = (high << 32) + low + row * row_bytes + word * WORD_BYTES
-    found = np.empty(at.shape, np.int32)
+    sizes = np.broadcast_to(np.minimum(row_bytes - word * WORD_BYTES, WORD_BYTES), at.shape)
+    found = np.zeros((*at.shape, WORD_BYTES), np.uint8)
     for where, address in np.ndenumerate(at):
-        found[where] = ctypes.c_int32.from_address(int(address)).value
-    return found
+        size = int(sizes[where])
+        found[where][:size] = np.frombuffer(ctypes.string_at(int(address), size), np.uint8)
+    return found.view(np.int32)[..., 0]

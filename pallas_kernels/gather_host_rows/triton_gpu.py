@@ -33,24 +33,33 @@ def gather_host_rows(
     _, num_tables, num_columns = rows.shape
     if not rows.size:
         return tuple(jnp.zeros((*rows.shape, size), jnp.uint8) for size in row_bytes)
-    words = [size // WORD_BYTES for size in row_bytes]
-    kernel = functools.partial(_kernel, num_tables=num_tables, num_columns=num_columns)
+    kernel = functools.partial(
+        _kernel, num_tables=num_tables, num_columns=num_columns, row_bytes=row_bytes
+    )
     found = triton.launch(
         kernel,
         grid=(pl.cdiv(rows.size, _ROWS),),
         inputs=(rows.reshape(-1), addresses),
-        outputs=[jax.ShapeDtypeStruct((rows.size, each), jnp.int32) for each in words],
+        outputs=[
+            jax.ShapeDtypeStruct((rows.size, pl.cdiv(size, WORD_BYTES)), jnp.int32)
+            for size in row_bytes
+        ],
         num_warps=_WARPS,
         name="gather_host_rows",
     )
     return tuple(
-        lax.bitcast_convert_type(plane, jnp.uint8).reshape(*rows.shape, size)
+        lax.bitcast_convert_type(plane, jnp.uint8).reshape(*rows.shape, -1)[..., :size]
         for plane, size in zip(found, row_bytes, strict=True)
     )
 
 
 def _kernel(
-    inputs: tuple[Ref, Ref], outputs: list[Ref], *, num_tables: int, num_columns: int
+    inputs: tuple[Ref, Ref],
+    outputs: list[Ref],
+    *,
+    num_tables: int,
+    num_columns: int,
+    row_bytes: tuple[int, ...],
 ) -> None:
     rows, addresses = inputs
     number = pl.program_id(0) * _ROWS + jnp.arange(_ROWS, dtype=jnp.int32)
@@ -67,7 +76,7 @@ def _kernel(
             addresses[table, jnp.int32(place), jnp.int32(1)][:, None],
             rows[number][:, None],
             jnp.minimum(word, size - 1),
-            row_bytes=WORD_BYTES * size,
+            row_bytes=row_bytes[place],
         )  # i32[_ROWS, words]
         triton.store_where(plane, (number[:, None], word), found, inside[:, None] & (word < size))
 
@@ -88,28 +97,34 @@ def _load_words(
 def load_word(row_bytes: int) -> str:
     """PTX: $0 is the word numbered $4 of the row numbered $3 of the plane at $2 * 2**32 + $1.
 
-    A plane of a file may begin at any byte. Where that is inside a word, the word wanted lies in
-    two, of which the second is read there alone: the last one of a plane has none behind it.
+    A plane of a file may begin at any byte, and a row have any number of them. What is wanted then
+    lies in two words of memory, or in one: the second is read only where it has a byte of the row,
+    since the last row of a plane may have no memory behind it.
     """
     return "\n".join(
         [
             "{",
             ".reg .b64 at;",
-            ".reg .b32 inside, bits, first, second;",
-            ".reg .pred across;",
+            ".reg .b32 inside, bits, end, first, second;",
+            ".reg .pred alone;",
             "mov.b64 at, {$1, $2};",
             f"mad.wide.u32 at, $3, {row_bytes}, at;",
             f"mad.wide.u32 at, $4, {WORD_BYTES}, at;",
             "cvt.u32.u64 inside, at;",
             f"and.b32 inside, inside, {WORD_BYTES - 1};",
             f"and.b64 at, at, {-WORD_BYTES};",
+            # Bytes of the row from here on, and up to where they reach in the words of memory.
+            f"mul.lo.u32 bits, $4, {WORD_BYTES};",
+            f"sub.u32 end, {row_bytes}, bits;",
+            f"min.u32 end, end, {WORD_BYTES};",
+            "add.u32 end, end, inside;",
             "mul.lo.u32 bits, inside, 8;",
             "mov.b32 second, 0;",
             "ld.global.b32 first, [at+0];",
-            "setp.eq.u32 across, inside, 0;",
-            "@across bra alone;",
+            f"setp.le.u32 alone, end, {WORD_BYTES};",
+            "@alone bra one;",
             f"ld.global.b32 second, [at+{WORD_BYTES}];",
-            "alone:",
+            "one:",
             "shf.r.wrap.b32 $0, first, second, bits;",
             "}",
         ]

@@ -86,6 +86,12 @@ def thread(text, operands, memory):
 
 
 def _compute(name, values):
+    if name == "setp.le.u32":
+        return values[0] <= values[1]
+    if name == "sub.u32":
+        return (values[0] - values[1]) & 0xFFFFFFFF
+    if name == "min.u32":
+        return min(values)
     if name.startswith("setp.eq"):
         return values[0] == values[1] or (".or" in name and values[2])
     if name == "selp.b32":

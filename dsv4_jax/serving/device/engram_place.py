@@ -34,7 +34,7 @@ def with_placed_tables(
 
     Raises:
       ValueError: the tables are to be placed, and cannot be: on a mesh of several processes, or
-        since some tokens have no normalised id, or rows no whole words.
+        since some tokens have no normalised id.
       PinError: they are to be pinned, and the driver refuses.
     """
     tables, asked = params.engram, options.engram_tables

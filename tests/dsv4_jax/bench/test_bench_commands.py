@@ -171,15 +171,18 @@ def test_of_a_model_with_engram_tables_the_step_alone_is_timed(capsys):
 
 
 @pytest.mark.slow
-def test_a_step_of_v41_is_timed(tmp_path):
+def test_a_step_of_v41_is_timed(tmp_path, capsys):
     folder, _ = v41.write_released(tmp_path / "v41")
     path = tmp_path / "out.json"
     asked = ["--parts", "step", "--batch", "2", "--contexts", "64", "--weights", "stored"]
-    asked += ["--cache-format", "fp4_e4m3", "--json", str(path)]
+    asked += ["--cache-format", "fp4_e4m3", "--json", str(path), "--engram-rows", "all"]
     assert main(["bench", "decode", str(folder), *asked]) == 0
     (row,) = json.loads(path.read_text())["rows"]
     assert row["finite"]
     assert 3 < row["experts_read"] <= 6
+    assert 0 < row["engram_ms"] < row["engram_step_ms"]
+    assert row["engram_pinned_ms"] > 0
+    assert re.search(r"to bring them, where a step reads them itself \d", capsys.readouterr().out)
 
 
 def test_weights_that_were_read_are_said():
