@@ -48,8 +48,7 @@ class ServingLoop:
 
     Attributes:
       plan: sizes of the engine; `runner`: the device's side.
-      queue: who waits and who runs.
-      metrics: counters; `options`: the engine's.
+      queue: who waits and who runs; `metrics`: counters; `options`: the engine's.
       flight: the step that was launched and not handed out; None if there is none.
       host: copies of prefixes on the host; None if there are none.
       clock: gives seconds.
@@ -292,7 +291,8 @@ class ServingLoop:
             runner.bring_masks(plan.rows, running)  # it may raise, and first
         elif not plan.is_plain:
             return None
-        lengths, is_fed = np.zeros(shards.num_slots, np.int32), np.zeros(shards.num_slots, bool)
+        num_slots = shards.num_slots
+        lengths, is_fed = np.zeros(num_slots, np.int32), np.zeros(num_slots, bool)
         lengths[running.slots] = outlook.lengths
         is_fed[running.slots] = outlook.is_fed
         self.tell(flight)
