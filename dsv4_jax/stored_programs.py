@@ -6,12 +6,13 @@ this package and its kernels, the versions of what compiles them, the devices, j
 the shapes and static values of the arguments.
 
 A function that somebody replaces in a running process is in none of these. So only the command line
-asks for this.
+asks for this, where nobody has imported the package before it did.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -21,6 +22,7 @@ import pathlib
 import pickle
 import platform
 import stat
+import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -29,7 +31,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import serialize_executable
 
-from dsv4_jax.sources import hash_of_sources, sources_at_start
+from dsv4_jax.sources import imports_others, read_sources, sources_at_start
 from pallas_kernels.common.backend import has_fallen_back
 
 _PACKAGES = (
@@ -39,8 +41,14 @@ _PACKAGES = (
 _MOST_DEVICES = {"cpu": math.inf, "gpu": 1}
 """Where loaded programs were seen to give what compiled ones give: platforms, and on how many."""
 
-_VARIABLES = "XLA_", "DSV4", "PALLAS_", "TRITON_", "MOSAIC_", "CUDA_", "NVIDIA_"
+_VARIABLES = "XLA_", "DSV4", "PALLAS_", "TRITON_", "MOSAIC_", "CUDA_", "NVIDIA_", "NPROC"
 """Beginnings of variables of the environment that may change what is compiled."""
+_OTHER_VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"),
+    *("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
+    "DSV4_JAX_API_KEY",
+)
+"""Beginnings of those among them that do not: which devices there are, their memory, and keys."""
 
 _WITHOUT_EFFECT = {
     "jax_compilation_cache_check_contents",
@@ -56,6 +64,9 @@ _WITHOUT_EFFECT = {
     "jax_traceback_filtering",
 }
 """Settings of jax that change no program."""
+
+_OF_A_PROCESSOR = "model name", "flags", "Features", "CPU "
+"""Beginnings of lines of /proc/cpuinfo that say which one it is."""
 
 _MACHINE_CODE = b"\x7fELF"
 """Begins what a processor runs. XLA has none for a program that jax's compilation cache gave."""
@@ -101,16 +112,22 @@ class StoredPrograms:
         if devices is None or len(devices) > _MOST_DEVICES.get(devices[0].platform, 0):
             return None
         function = program.__wrapped__
+        name = getattr(function, "__qualname__", "<")
+        if "<" in name or self._sources.digest is None or imports_others(self._sources.files):
+            return None  # it depends on what no name or file says
         said = [
-            f"{function.__module__}.{function.__qualname__}",
+            f"{function.__module__}.{name}",
             repr(sorted(static.items())),
             str(structure),
             *(f"{leaf.aval!r} {leaf.sharding!r} {leaf.committed}" for leaf in leaves),
         ]
         if any(" at 0x" in part for part in said):  # a function or an object, known by its place
             return None
-        surroundings = _surroundings(devices[0].platform)
-        whole = "\n".join([self._sources, surroundings, *map(_about, devices), *said])
+        surroundings = _machine(devices[0].platform), _settings()
+        if None in surroundings:
+            return None
+        whole = "\n".join(map(str, [self._sources.digest, *surroundings, *map(_about, devices)]))
+        whole = "\n".join([whole, *said])
         return hashlib.sha256(whole.encode()).hexdigest()
 
     def has(self, key: str) -> bool:
@@ -134,25 +151,28 @@ class StoredPrograms:
             stored = _Stored(*pickle.loads(body))
             devices = _devices_of(jax.tree.leaves(arguments))
             return serialize_executable.deserialize_and_load(
-                stored.executable, stored.in_tree, stored.out_tree, execution_devices=devices
+                stored.executable, _structure(arguments), stored.out_tree, execution_devices=devices
             )
         except Exception as error:  # whatever a file of another make may raise
-            self._warn(f"a program is compiled anew, since {file} cannot be loaded: {error}")
-            if not isinstance(error, PermissionError):
+            if not _is_passing(error):
                 with contextlib.suppress(OSError):
                     file.unlink()
+            self._warn(f"a program is compiled anew, since {file} cannot be loaded: {error}")
             return None
 
-    def keep(self, key: str, compiled: jax.stages.Compiled) -> None:
+    def keep(self, key: str, compiled: jax.stages.Compiled, arguments: Sequence[Any]) -> None:
         """Writes a program, if another process could run it.
 
         One that jax's compilation cache gave is not written: it would load, and not run. Nor is
         one of a process in which an op has fallen back, which every process has to say.
         """
-        if has_fallen_back() or self._sources != hash_of_sources():
+        if has_fallen_back() or self._sources.digest != read_sources().digest:
             return
         try:
-            stored = _Stored(*serialize_executable.serialize(compiled))
+            executable, in_tree, out_tree = serialize_executable.serialize(compiled)
+            if in_tree != _structure(arguments):
+                return
+            stored = _Stored(executable, out_tree)
             body = pickle.dumps(tuple(stored))
         except Exception:  # as of one that calls Python, which no other process could
             return
@@ -160,8 +180,15 @@ class StoredPrograms:
             return
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _leave_room(self._folder, len(body))
-            _write(self._file(key), hashlib.sha256(body).digest() + body)
+            _leave_room(self._folder, len(body), _MOST_BYTES)
+            data = hashlib.sha256(body).digest() + body
+            try:
+                _write(self._file(key), data)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                _leave_room(self._folder, len(data), _bytes_in(self._folder))
+                _write(self._file(key), data)
         except OSError as error:
             self._warn(f"compiled programs cannot be kept in {self._folder}: {error}")
 
@@ -173,10 +200,12 @@ class StoredPrograms:
 
 
 class _Stored(NamedTuple):
-    """What is written: the executable, and the structures of its arguments and results."""
+    """What is written: the executable, and the structure of its results.
+
+    That of its arguments is the caller's: it may hold what is no array, such as whole tables.
+    """
 
     executable: bytes
-    in_tree: Any
     out_tree: Any
 
 
@@ -207,9 +236,19 @@ def _about(device: Any) -> str:
     return f"{device.platform} {device.device_kind} {device.id}"
 
 
+def _structure(arguments: Sequence[Any]) -> Any:
+    """Of the arguments of a program, none of which has a name."""
+    return jax.tree.structure((tuple(arguments), {}))
+
+
+def _is_passing(error: Exception) -> bool:
+    """Whether a file may be sound all the same: memory is short, or others have a say here."""
+    return isinstance(error, OSError | MemoryError) or "RESOURCE_EXHAUSTED" in f"{error}"
+
+
 @functools.cache
-def _surroundings(kind: str) -> str:
-    """What compiles: versions, settings and, for a CPU, which one it is."""
+def _machine(kind: str) -> str | None:
+    """What compiles, and for which processor; None of one that nobody describes."""
     said = [
         platform.python_version(),
         platform.machine(),
@@ -218,19 +257,30 @@ def _surroundings(kind: str) -> str:
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             said.append(f"{package} {importlib.metadata.version(package)}")
-    said += sorted(
-        f"{name}={value}" for name, value in os.environ.items() if name.startswith(_VARIABLES)
-    )
-    said += sorted(
+    if kind == "cpu":  # its code is for this very processor, and so many of them
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            lines = pathlib.Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        about = [line for line in lines if line.startswith(_OF_A_PROCESSOR)]
+        if not about:
+            return None
+        said += [*about, f"{len(os.sched_getaffinity(0))} processors"]
+    return "\n".join(said)
+
+
+def _settings() -> str:
+    """Variables of the environment and settings of jax, as they are now."""
+    said = [
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if name.startswith(_VARIABLES) and not name.startswith(_OTHER_VARIABLES)
+    ]
+    said += [
         f"{name}={value!r}"
         for name, value in jax.config.values.items()
         if name not in _WITHOUT_EFFECT
-    )
-    if kind == "cpu":  # its code is for this very processor
-        with contextlib.suppress(OSError):
-            lines = pathlib.Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-            said += [line for line in lines if line.startswith(("model name", "flags"))]
-    return "\n".join(said)
+    ]
+    return "\n".join(sorted(said))
 
 
 def _read_own(file: pathlib.Path) -> bytes | None:
@@ -262,18 +312,27 @@ def _read_own(file: pathlib.Path) -> bytes | None:
 
 def _write(file: pathlib.Path, data: bytes) -> None:
     """A whole file or none, for this user alone."""
-    partial = file.with_name(f"{file.stem}.{os.getpid()}{_UNFINISHED}")
+    number, partial = tempfile.mkstemp(_UNFINISHED, f"{file.stem}.", file.parent)
     try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as new:
+        with os.fdopen(number, "wb") as new:
             new.write(data)
         os.replace(partial, file)
     except BaseException:
         with contextlib.suppress(OSError):
-            partial.unlink()
+            os.unlink(partial)
         raise
 
 
-def _leave_room(folder: pathlib.Path, size: int) -> None:
+def _bytes_in(folder: pathlib.Path) -> int:
+    """Of the programs there."""
+    total = 0
+    for file in folder.glob(f"*{_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            total += file.stat().st_size
+    return total
+
+
+def _leave_room(folder: pathlib.Path, size: int, most_bytes: int) -> None:
     """Removes programs that were used longest ago, and what a killed process has left."""
     files = []
     for file in [*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"*{_UNFINISHED}")]:
@@ -286,7 +345,7 @@ def _leave_room(folder: pathlib.Path, size: int) -> None:
             files.append((about.st_mtime, about.st_size, file))
     left = size + sum(one for _, one, _ in files)
     for _, one, file in sorted(files):
-        if left <= _MOST_BYTES:
+        if left <= most_bytes:
             return
         with contextlib.suppress(OSError):
             file.unlink()

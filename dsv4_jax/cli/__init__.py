@@ -20,7 +20,7 @@ from dsv4_jax.cli.ending import run_to_status
 from dsv4_jax.cli.old_names import settle_first
 from dsv4_jax.cli.parser import Parser
 from dsv4_jax.signals import end_at_once
-from dsv4_jax.sources import sources_at_start
+from dsv4_jax.sources import imports_before, sources_at_start
 from dsv4_jax.standard_streams import takes_answers
 
 _COMMANDS = {
@@ -40,6 +40,22 @@ _ANSWER_ELSEWHERE = {"serve", "batch"}
 """Commands that write nothing on standard output."""
 
 _HAVE_ENGINES = {"generate", "serve", "batch"}
+_AT_START = frozenset(
+    {
+        "dsv4_jax",
+        "dsv4_jax.__main__",
+        "dsv4_jax.cli",
+        "dsv4_jax.cli.ending",
+        "dsv4_jax.cli.old_names",
+        "dsv4_jax.cli.parser",
+        "dsv4_jax.signals",
+        "dsv4_jax.sources",
+        "dsv4_jax.standard_streams",
+    }
+)
+"""Modules that a command has imported when it asks what the others hold."""
+_is_alone: list[bool] = []
+"""Whether nobody but a command has imported the package, and all its files are seen."""
 """Commands that answer by an engine."""
 
 _COMPILES_QUICKLY = {"generate", "serve", "batch", "verify", "evaluate"}
@@ -59,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def import_command(argv: Sequence[str]) -> None:
     """Imports the command of these words, and JAX with it; nothing if there is none."""
     if (name := _command_of(argv)) is not None:
-        if name in _HAVE_ENGINES:
-            sources_at_start()
+        if name in _HAVE_ENGINES and not imports_before(_AT_START):
+            _is_alone.append(sources_at_start().digest is not None)
         _module_of(name)
 
 
@@ -143,7 +159,7 @@ def _run(argv: Sequence[str] | None) -> int:
                 )
             if (args.command, getattr(args, "what", None)) not in _WITHOUT_JAX:
                 prepare_jax(**_flags_of(args))
-                if argv is None and args.command in _HAVE_ENGINES:  # nobody else runs here
+                if argv is None and any(_is_alone):
                     use_stored_programs()
         return command.run(args)
 

@@ -1,14 +1,19 @@
 """Compiled programs on disk: loaded without a trace, and only where nothing has changed."""
 
 import contextlib
+import errno
 import functools
+import importlib
 import itertools
 import os
 import pathlib
+import py_compile
+import shutil
 import subprocess
 import sys
 import time
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +21,9 @@ import numpy as np
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax import cli, stored_programs
+from dsv4_jax import cli, sources, stored_programs
 from dsv4_jax.serving.device.launcher import Launcher
+from dsv4_jax.sources import sources_at_start
 from dsv4_jax.stored_programs import StoredPrograms, StoredProgramWarning
 from helpers.serving import make_engine, prompt, run_to_end
 from pallas_kernels.common import backend
@@ -99,19 +105,81 @@ def test_what_changes_a_program_has_another_key(store, monkeypatch):
         launch(**change)
         assert len(_traces) == before + 1, change
     with jax.default_matmul_precision("highest"):
-        stored_programs._surroundings.cache_clear()
         launch()
-    stored_programs._surroundings.cache_clear()
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " ")
+    assert len(_traces) == 5
+    for name in ("XLA_FLAGS", "DSV4_JAX_PEER_BUFFERS", "NPROC"):
+        before = len(_traces)
+        monkeypatch.setenv(name, os.environ.get(name, "") + " ")
+        launch()
+        assert len(_traces) == before + 1, name
+    monkeypatch.setattr(store, "_sources", store._sources._replace(digest="of another version"))
     launch()
-    stored_programs._surroundings.cache_clear()
-    monkeypatch.setattr(store, "_sources", "of another version")
+    assert len(_traces) == 9
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CUDA_VISIBLE_DEVICES",
+        "NVIDIA_VISIBLE_DEVICES",
+        "XLA_CLIENT_MEM_FRACTION",
+        "XLA_PYTHON_CLIENT_PREALLOCATE",
+        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB",
+        "DSV4_JAX_API_KEY",
+    ],
+)
+def test_devices_memory_and_keys_change_no_program(store, monkeypatch, name):
     launch()
-    assert len(_traces) == 7
+    monkeypatch.setenv(name, "7")
+    launch()
+    assert len(_traces) == 1
+
+
+def test_so_many_processors_have_their_own_programs(store, monkeypatch):
+    launch()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 5, 9})
+    stored_programs._machine.cache_clear()
+    launch()
+    stored_programs._machine.cache_clear()
+    assert len(_traces) == 2
+
+
+@jax.tree_util.register_static
+class Table:
+    """As of a model: no array of a program, and far larger."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __repr__(self):
+        return "Table()"
+
+
+def test_a_file_holds_no_table_that_parameters_have(store):
+    params = {"w": jnp.arange(4.0), "table": Table(np.ones(2**22))}
+    launcher = Launcher(params, config="c")
+    launcher(scale, jnp.ones(4), jnp.ones(4), times=3)
+    (file,) = files_of(store)
+    assert file.stat().st_size < 2**20
+
+
+def outer(k):
+    def scaled(params, x):
+        return k * x
+
+    return jax.jit(scaled)
+
+
+def test_functions_that_no_name_tells_apart_are_not_kept(store):
+    given = [{"w": jnp.ones(3)}, jnp.ones(3)]
+    programs = [outer(1), jax.jit(lambda params, x: x)]
+    programs.append(jax.jit(functools.partial(scale, config="c", times=1)))
+    assert [store.key_of(program, given, {}) for program in programs] == [None] * 3
 
 
 def test_programs_of_sources_that_changed_while_they_ran_are_not_kept(store, monkeypatch):
-    monkeypatch.setattr(stored_programs, "hash_of_sources", lambda: "edited")
+    edited = sources_at_start()._replace(digest="edited")
+    monkeypatch.setattr(stored_programs, "read_sources", lambda: edited)
     launch()
     assert not files_of(store)
 
@@ -338,5 +406,119 @@ def test_programs_are_kept_where_loaded_ones_were_seen_to_run(
         for number in range(count)
     )
     monkeypatch.setattr(stored_programs, "_devices_of", lambda leaves: devices)
-    monkeypatch.setattr(stored_programs, "_surroundings", lambda kind: kind)
+    monkeypatch.setattr(stored_programs, "_machine", lambda kind: kind)
     assert (store.key_of(scale, [jnp.ones(3)], {}) is not None) == is_kept
+
+
+def test_a_damaged_file_goes_even_where_warnings_are_errors(store):
+    launch()
+    (file,) = files_of(store)
+    file.write_bytes(b"damaged")
+    with warnings.catch_warnings(action="error"), pytest.raises(StoredProgramWarning):
+        launch()
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "stays"),
+    [
+        (MemoryError(), True),
+        (OSError(24, "Too many open files"), True),
+        (RuntimeError("RESOURCE_EXHAUSTED: out of memory"), True),
+        (RuntimeError("INTERNAL: of another build"), False),
+    ],
+)
+def test_a_sound_file_outlives_a_lack_of_memory(store, monkeypatch, error, stays):
+    launch()
+    (file,) = files_of(store)
+    kept = file.stat().st_ino
+
+    def fail(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stored_programs.serialize_executable, "deserialize_and_load", fail)
+        patch.setattr(StoredPrograms, "keep", lambda *_: None)
+        with pytest.warns(StoredProgramWarning, match="compiled anew"):
+            launch()
+    assert [one.stat().st_ino for one in files_of(store)] == [kept] * stays
+
+
+def test_old_programs_make_room_on_a_full_disk(store, monkeypatch):
+    launch(times=2)
+    (old,) = files_of(store)
+    os.utime(old, (1.0, 1.0))
+    write, calls = stored_programs._write, []
+
+    def full(file, data):
+        calls.append(old.exists())
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file, data)
+
+    monkeypatch.setattr(stored_programs, "_write", full)
+    launch()
+    assert calls == [True, False]
+    assert len(files_of(store)) == 1
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """One of two files, which is imported from its folder; the second lies in a linked one."""
+    place, elsewhere = tmp_path / "place", tmp_path / "elsewhere"
+    (place / "pkg_of_test").mkdir(parents=True)
+    elsewhere.mkdir()
+    (place / "pkg_of_test" / "__init__.py").write_text("")
+    (elsewhere / "__init__.py").write_text("x = 1")
+    (place / "pkg_of_test" / "room").symlink_to(elsewhere)
+    monkeypatch.setattr(sources, "_ROOTS", ("pkg_of_test",))
+    monkeypatch.syspath_prepend(str(place))
+    yield place
+    for name in [name for name in sys.modules if name.startswith("pkg_of_test")]:
+        del sys.modules[name]
+
+
+def test_sources_are_those_that_python_imports(package, tmp_path, monkeypatch):
+    found = sources.read_sources()
+    assert found.digest is not None
+    assert found == sources.read_sources()
+    importlib.import_module("pkg_of_test.room")
+    assert not sources.imports_others(found.files)
+    assert sources.imports_others(found.files - {max(found.files)})
+    assert sources.imports_before(frozenset({"pkg_of_test"}))
+    assert not sources.imports_before(frozenset({"pkg_of_test", "pkg_of_test.room"}))
+    (tmp_path / "elsewhere" / "__init__.py").write_text("x = 2")
+    assert sources.read_sources().digest != found.digest
+    for name in ("pkg_of_test", "pkg_of_test.room"):
+        del sys.modules[name]
+    fork = tmp_path / "fork" / "pkg_of_test"
+    fork.mkdir(parents=True)
+    (fork / "__init__.py").write_text("fork = True")
+    monkeypatch.syspath_prepend(str(fork.parent))
+    assert sources.read_sources().digest not in (None, found.digest)
+
+
+@pytest.mark.parametrize("how", ["compiled", "zipped", "a namespace", "missing"])
+def test_a_package_whose_files_are_not_seen_has_no_programs(package, monkeypatch, how):
+    folder = package / "pkg_of_test"
+    if how == "zipped":
+        archive = shutil.make_archive(str(package / "whole"), "zip", package, "pkg_of_test")
+        monkeypatch.syspath_prepend(archive)
+    elif how == "compiled":
+        py_compile.compile(str(folder / "__init__.py"), cfile=str(folder / "__init__.pyc"))
+    if how != "zipped":
+        (folder / "__init__.py").unlink()
+    if how == "missing":
+        monkeypatch.setattr(sources, "_ROOTS", ("pkg_that_is_none",))
+    importlib.invalidate_caches()
+    assert sources.read_sources().digest is None
+
+
+def test_who_imported_the_package_before_a_command_has_no_programs(monkeypatch):
+    """They may have replaced functions, which no file says."""
+    monkeypatch.setattr(cli, "_is_alone", [])
+    cli.import_command(["generate", "shipped", "x"])
+    assert not any(cli._is_alone)
+    monkeypatch.setattr(cli, "imports_before", lambda expected: False)
+    cli.import_command(["generate", "shipped", "x"])
+    assert any(cli._is_alone)

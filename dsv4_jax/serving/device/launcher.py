@@ -90,7 +90,7 @@ class Launcher:
 
             def compile_and_keep() -> jax.stages.Compiled:
                 compiled = lowered.compile()
-                store.keep(key, compiled)
+                store.keep(key, compiled, given)
                 return compiled
 
             return compile_and_keep
