@@ -19,7 +19,6 @@ from dsv4_jax.checkpoint.load import load_checkpoint
 from dsv4_jax.config import DSV4Config
 from dsv4_jax.engram import EngramTables
 from dsv4_jax.engram.placed_tables import DEVICE
-from dsv4_jax.hosts import hosts_of
 from dsv4_jax.mesh import find_mesh
 from dsv4_jax.model.check_params import check_params
 from dsv4_jax.model.params import DSV4Params, unstack_layers
@@ -37,7 +36,7 @@ from dsv4_jax.serving.requests.prompts import CheckedRequest, list_prompts
 from dsv4_jax.serving.requests.request import Completion
 from dsv4_jax.serving.requests.text import load_tokenizer
 from dsv4_jax.serving.requests.token_stream import TokenStream
-from dsv4_jax.serving.sizing import plan_engine
+from dsv4_jax.serving.sizing import check_processes, plan_engine
 from dsv4_jax.step.sampling import SamplingFields, SamplingParams, sampling_of_rows
 
 MAX_SAMPLES = 128
@@ -98,24 +97,10 @@ class Engine(EngineCore):
             checks.instance("tokenizer", tokenizer, Tokenizer)
         mesh = options.mesh
         _check_mesh(config, params, mesh)
-        if hosts_of(mesh) is not None and options.gpu_memory_fraction is not None:
-            raise ValueError(
-                f"gpu_memory_fraction may differ from process to process, got "
-                f"{options.gpu_memory_fraction} on a mesh of several; give memory_bytes"
-            )
-        if hosts_of(mesh) is not None and options.disk_cache_dir:
-            raise ValueError(
-                f"disk_cache_dir needs all devices of the mesh in one process, got "
-                f"{options.disk_cache_dir} on a mesh of several; leave it out"
-            )
+        check_processes(options)
         if options.engram_tables == DEVICE:  # they take memory that the plan divides
             params = with_placed_tables(config, params, options)
-        plan = plan_engine(
-            config,
-            options,
-            params=params,
-            has_tokenizer=tokenizer is not None,
-        )
+        plan = plan_engine(config, options, params=params, has_tokenizer=tokenizer is not None)
         params = with_placed_tables(config, params, options)
         if isinstance(params.engram, EngramTables):
             # The host gathers rows by the ids of a step's tokens, which it has to read first.

@@ -240,6 +240,26 @@ def _upper_sizes(sizes: Sequence[int], decoding: int) -> dict[int, int]:
     return {size: count for size, count in found.items() if count}
 
 
+def check_processes(options: EngineOptions) -> None:
+    """Refuses what an engine on a mesh of several processes cannot have.
+
+    Raises:
+      ValueError: an option is one of those.
+    """
+    if hosts_of(options.mesh) is None:
+        return
+    if options.gpu_memory_fraction is not None:
+        raise ValueError(
+            f"gpu_memory_fraction may differ from process to process, got "
+            f"{options.gpu_memory_fraction} on a mesh of several; give memory_bytes"
+        )
+    if options.disk_cache_dir:
+        raise ValueError(
+            f"disk_cache_dir needs all devices of the mesh in one process, got "
+            f"{options.disk_cache_dir} on a mesh of several; leave it out"
+        )
+
+
 def find_host_cache_bytes(options: EngineOptions) -> int:
     """What `host_cache_bytes` comes to on this machine now, or on the fullest of several.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
-from typing import Any
 
 import jax
 
@@ -44,21 +44,19 @@ def with_placed_tables(
         return params
     if tables is None or asked == "host":
         return params
-    on_gpu, obstacle = is_on_gpu(options.mesh), _obstacle(config, tables, options)
+    obstacle = _obstacle(config, tables, options)
     if asked in PLACES:
         if asked == DEVICE:
             obstacle = obstacle or _lack(tables.num_bytes, find_memory())
         if obstacle:
             raise ValueError(f'engram_tables={asked!r} cannot be: {obstacle}; leave it at "auto"')
-        with jax.default_device(_first_device(options)):
-            return dataclasses.replace(params, engram=place_tables(tables, asked, on_gpu=on_gpu))
-    if not on_gpu:
+        return _placed(params, tables, asked, options)
+    if not is_on_gpu(options.mesh):
         return params
     obstacle = obstacle or _lack(memory_to_pin(tables), host_memory())
     if not obstacle:
         try:
-            with jax.default_device(_first_device(options)):
-                return dataclasses.replace(params, engram=place_tables(tables, PINNED, on_gpu=True))
+            return _placed(params, tables, PINNED, options)
         except (PinError, ValueError) as error:
             obstacle = str(error)
     warnings.warn(
@@ -82,9 +80,16 @@ def _obstacle(config: DSV4Config, tables: EngramTables, options: EngineOptions) 
     return ""
 
 
-def _first_device(options: EngineOptions) -> Any:
-    """Of a mesh; None without one."""
-    return None if options.mesh is None else options.mesh.devices.flat[0]
+def _placed(
+    params: DSV4Params, tables: EngramTables, where: str, options: EngineOptions
+) -> DSV4Params:
+    """Arrays are made where the engine's are: on a device of its mesh, or on JAX's default one."""
+    mesh = options.mesh
+    with contextlib.ExitStack() as stack:
+        if mesh is not None:
+            stack.enter_context(jax.default_device(mesh.devices.flat[0]))
+        placed = place_tables(tables, where, on_gpu=is_on_gpu(mesh))
+    return dataclasses.replace(params, engram=placed)
 
 
 def _lack(needed: int, memory: Memory | None) -> str:

@@ -152,6 +152,18 @@ def test_several_processes_read_tables_of_their_own(monkeypatch):
         placed(engram_tables="device")
 
 
+def test_arrays_lie_on_the_default_device_of_who_builds_the_engine(monkeypatch):
+    chosen, place = jax.devices()[0], engram_place.place_tables
+
+    def watch(*given, **named):
+        assert jax.config.jax_default_device is chosen
+        return place(*given, **named)
+
+    monkeypatch.setattr(engram_place, "place_tables", watch)
+    with jax.default_device(chosen):
+        assert isinstance(placed(engram_tables="device"), PlacedTables)
+
+
 def test_models_without_tables_stay_as_they_are():
     params = dataclasses.replace(model()[1], engram=None)
     assert with_placed_tables(model()[0], params, EngineOptions(engram_tables="pinned")) is params
