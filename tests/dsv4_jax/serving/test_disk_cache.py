@@ -249,7 +249,7 @@ def test_lives_that_go_on_in_the_next_engine(build, host_bytes):
 
 
 def test_a_mesh_of_several_processes_has_no_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr("dsv4_jax.serving.engine.hosts_of", lambda mesh: object())
+    monkeypatch.setattr("dsv4_jax.serving.sizing.hosts_of", lambda mesh: object())
     with pytest.raises(ValueError, match="disk_cache_dir needs all devices of the mesh in one"):
         make_engine(disk_cache_dir=str(tmp_path / "pages"))
     assert not (tmp_path / "pages").exists()
