@@ -98,7 +98,7 @@ COMPILED_OF_V41 = [
     for name in ("latent and window", "queries", "output", "down")
     for rows in (1, 8, 16, 32, 64)
 ]
-COMPILED_ROWS_OF_V41 = (1, 8, 64)
+COMPILED_ROWS_OF_V41 = (1, 8, 32, 64)
 """Of groups, and of a gate and an up projection."""
 COMPILED_BLOCKS_OF_32 = [
     (name, rows)

@@ -43,8 +43,6 @@ _MAX_SPLITS = 16
 _MIN_GROUPS_OF_SPLIT = 4
 _WIDE = 64
 """tile_m from which on one CTA fills an SM: with its registers."""
-_WIDE_OF_SMALL_BLOCKS = 32
-"""The same where a thread also has the sums of a group of inputs, block by block."""
 _LEAST_WIDTH = 96
 _WIDTHS = (112, 128, 144, 160, 192, 224, 240, 256)
 """tile_m of MXFP4, whose codes are unpacked once for all rows of a tile; 96 are for fewer rows."""
@@ -188,8 +186,7 @@ def choose_tiling(
         tile_m = _narrow(shapes, widest, num_rows, num_weights)
     # One CTA an SM, by its registers: it then gets all of the shared memory, and going through
     # tiles hides what starting and storing take.
-    wide = _WIDE_OF_SMALL_BLOCKS if shapes.has_small_blocks else _WIDE
-    fills = _sums_in_registers(shapes) and (widest >= wide or is_cut)
+    fills = _sums_in_registers(shapes) and (widest >= _WIDE or is_cut)
     items = pl.cdiv(num_rows, tile_m)
     num_tiles = shapes.tiles_n * num_weights * items
     is_short = _are_short(shapes, tile_m, num_tiles)

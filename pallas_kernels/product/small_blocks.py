@@ -3,11 +3,11 @@
 An instruction of the FP8 tensor core spans 32 inputs, as a scale does, so each has sums of its own:
 
     f32[64, rows] = tile[:, 32 inputs] x[:, the same]^T          for each of a group's four
-    of the group  = sum of these times their scales, of 32 outputs each
-    accumulator  += that times the scale of x, which is one for the group
+    accumulator  += that times the scale of these 32 x 32 codes, and that of x for the group
 
 A warp has 16 of the outputs, all of one scale, and the scales of its four blocks are a word in
-memory. They are powers of two, so that scaling is exact.
+memory. They are powers of two, so that scaling is exact. Products of one or two blocks run while
+those of the blocks before are added.
 
 Sums of the FP8 tensor core keep some 14 bits below their largest term, over 32 inputs.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -40,9 +40,25 @@ _OUTPUTS = _LAYOUT.reduce(1)
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _BLOCKS = GROUP_K // SMALL_BLOCK
 """Scales of a group of inputs; a byte each, so that a word has all."""
-_SUMS_AT_ONCE = 32
-"""Rows of x of all products that run at once: a thread has half as many registers of sums. Other
-warps multiply while one adds."""
+_SUMS_AT_ONCE = 16
+"""Rows of x of all products of a part: a thread has half as many registers of sums, and that for
+two parts."""
+
+
+class _Part(NamedTuple):
+    """Blocks of a stage that are multiplied as one: their sums are apart, their scales of x one.
+
+    Attributes:
+      group: of the stage.
+      term: of x.
+      row_slice: number of the slice of rows.
+      blocks: of the group's four.
+    """
+
+    group: int
+    term: int
+    row_slice: int
+    blocks: range
 
 
 def load_scales(work: Work, k_iter: int | jax.Array) -> list[jax.Array]:
@@ -58,35 +74,81 @@ def add_stage(
     work: Work, k_iter: jax.Array, accumulators: Sequence[jax.Array], words: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Adds a stage to f32[64, rows] of each slice of rows; `words` are `load_scales` of it."""
-    accumulators, slices = list(accumulators), work.tiling.row_slices
-    products: list[jax.Array] = []
-    terms = range(work.shapes.num_terms)
-    for g, number, term in itertools.product(range(len(words)), range(len(slices)), terms):
-        left = work.codes_of(work.stage_of(k_iter), work.warpgroup, g)  # e4m3[64, 128]
-        right, (first, width) = work.rows_of(k_iter, g, term), slices[number]  # e4m3[rows, 128]
-        if len(slices) > 1:
-            right = right.at[pl.ds(first, width)]
-        # Rows of x are columns of a product: a thread loads the scales of the columns that it has.
-        row_scale = plgpu.load(
-            work.row_scales(k_iter, g, term, first, width),
-            layout=_LAYOUT.reduce(0),
-            optimized=False,
-        )
-        total: jax.Array | None = None
-        at_once = min(_BLOCKS, max(1, _SUMS_AT_ONCE // width))
-        for block in range(0, _BLOCKS, at_once):
-            blocks = range(block, block + at_once)
-            # The registers of the products before, which are added by now, become those of these.
-            products = wgmma.finish(wgmma.begin_steps(left, right, blocks, products))
-            for which, sums in zip(blocks, products, strict=True):
-                scale = ((words[g] >> 8 * which) & 0xFF) << 23  # UE8M0's byte is an f32's exponent
-                scale = lax.bitcast_convert_type(scale, jnp.float32)
-                scaled = sums * lax.broadcast_in_dim(scale, sums.shape, [0])  # f32[64, rows]
-                total = scaled if total is None else total + scaled
-        assert total is not None
-        row_scale = lax.broadcast_in_dim(row_scale, total.shape, [1])
-        accumulators[number] = wgmma.settle(accumulators[number] + total * row_scale)
+    accumulators = list(accumulators)
+    parts = _parts_of(work, len(words))
+    running, ended, row_scale = _begin(work, k_iter, parts[0]), [], None
+    for part, following in itertools.zip_longest(parts, parts[1:]):
+        # The next part runs while this one is added, in the registers of the one before, which is
+        # added by now. The last one ends in the k_iter in which it began.
+        begun = [] if following is None else _begin(work, k_iter, following, ended)
+        ended = wgmma.finish(running, in_flight=1 if begun else 0)
+        if part.blocks.start == 0:
+            row_scale = _load_row_scale(work, k_iter, part)
+        assert row_scale is not None
+        added = _add(accumulators[part.row_slice], part, ended, words[part.group], row_scale)
+        accumulators[part.row_slice] = added
+        running = begun
     return accumulators
+
+
+def _parts_of(work: Work, num_groups: int) -> list[_Part]:
+    """All of a stage, group by group."""
+    slices = work.tiling.row_slices
+    at_once = min(_BLOCKS, max(1, _SUMS_AT_ONCE // slices[0][1]))
+    return [
+        _Part(group, term, row_slice, range(block, block + at_once))
+        for group in range(num_groups)
+        for term in range(work.shapes.num_terms)
+        for row_slice in range(len(slices))
+        for block in range(0, _BLOCKS, at_once)
+    ]
+
+
+def _begin(
+    work: Work, k_iter: jax.Array, part: _Part, over: Sequence[jax.Array] = ()
+) -> list[jax.Array]:
+    """Begins the products of a part, in the registers of `over`, an earlier part's."""
+    left = work.codes_of(work.stage_of(k_iter), work.warpgroup, part.group)  # e4m3[64, 128]
+    right = work.rows_of(k_iter, part.group, part.term)  # e4m3[tile_m, 128]
+    slices = work.tiling.row_slices
+    if len(slices) > 1:
+        right = right.at[pl.ds(*slices[part.row_slice])]
+    return wgmma.begin_steps(left, right, part.blocks, over)
+
+
+def _add(
+    accumulator: jax.Array,
+    part: _Part,
+    products: Sequence[jax.Array],
+    words: jax.Array,
+    row_scale: jax.Array,
+) -> jax.Array:
+    """Adds the products of a part to f32[64, rows].
+
+    Args:
+      accumulator: f32[64, rows].
+      part: which blocks they are of.
+      products: f32[64, rows] for each of its blocks.
+      words: i32[64], scales of its group's blocks, see `load_scales`.
+      row_scale: f32[rows], scales of x.
+    """
+    for block, sums in zip(part.blocks, products, strict=True):
+        scale = ((words >> 8 * block) & 0xFF) << 23  # UE8M0's byte is an f32's exponent
+        scale = lax.bitcast_convert_type(scale, jnp.float32)
+        factor = lax.broadcast_in_dim(scale, sums.shape, [0])
+        factor = factor * lax.broadcast_in_dim(row_scale, sums.shape, [1])  # f32[64, rows]
+        accumulator = accumulator + sums * factor
+    return wgmma.settle(accumulator)
+
+
+def _load_row_scale(work: Work, k_iter: jax.Array, part: _Part) -> jax.Array:
+    """f32[rows], the scales of a part's rows; a thread has those of the columns that it has."""
+    first, width = work.tiling.row_slices[part.row_slice]
+    return plgpu.load(
+        work.row_scales(k_iter, part.group, part.term, first, width),
+        layout=_LAYOUT.reduce(0),
+        optimized=False,
+    )
 
 
 def _load_words(work: Work, group: jax.Array) -> jax.Array:

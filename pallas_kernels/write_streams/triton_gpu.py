@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.pending import PickedSums, SplitSums
+from pallas_kernels.common.pending import PickedSums
 from pallas_kernels.gpu import triton
 from pallas_kernels.write_streams.reference import Arguments
+from pallas_kernels.write_streams.triton_outputs import load_output, operand_of
 
 Ref = Any
 MAX_TOKENS = 16
@@ -35,10 +36,6 @@ def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     rows_width = pl.next_power_of_2(num_rows)
     parts = pl.cdiv(dim, _COLUMNS)
     is_sum = not isinstance(output, jax.Array)
-    if isinstance(output, SplitSums):
-        output = output.parts
-    elif isinstance(output, jax.Array):
-        output = output[None]
 
     def kernel(inputs: Arguments, outputs: tuple[Ref, Ref]) -> None:
         written_ref, products_ref = outputs
@@ -68,16 +65,7 @@ def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     ) -> tuple[jax.Array, list[jax.Array]]:
         """The columns of the output and of each stream, in f32; zeros beyond the last."""
         live = column < dim
-        if isinstance(output, PickedSums):
-            y = _add_picked(output, token, column, live)
-        else:
-            y = jnp.zeros(_COLUMNS, jnp.float32)
-            # In the order of the parts, in f32.
-            for part in range(output.shape[0]):
-                values = triton.load_where(output, (jnp.int32(part), token, column), live)
-                y = y + values.astype(jnp.float32)
-        if is_sum and dtype == jnp.bfloat16:
-            y = triton.round_to_bf16(y)
+        y = load_output(output, token, column, live, is_sum=is_sum, dtype=dtype)
         rows = [
             triton.load_where(streams, (token, jnp.int32(j), column), live).astype(jnp.float32)
             for j in range(num)
@@ -87,7 +75,7 @@ def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     return triton.launch(
         kernel,
         grid=(count, parts, num),
-        inputs=arguments._replace(output=output),
+        inputs=arguments._replace(output=operand_of(output)),  # type: ignore[arg-type]
         outputs=(
             jax.ShapeDtypeStruct((count, num, dim), dtype),
             jax.ShapeDtypeStruct((count, num * parts, num_rows), jnp.float32),
@@ -95,17 +83,3 @@ def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
         num_warps=_NUM_WARPS,
         name="write_streams",
     )
-
-
-def _add_picked(
-    output: PickedSums, token: jax.Array, column: jax.Array, live: jax.Array
-) -> jax.Array:
-    """The columns of a token's sum in f32, in the order of its picks; `output` is of refs."""
-    y = jnp.zeros(column.shape, jnp.float32)
-    for pick in range(output.row.shape[1]):
-        picked, row = (ref[token, jnp.int32(pick)] for ref in (output.picked, output.row))
-        is_there = (picked >= 0) & (picked < output.num_picked)
-        # The row of nothing is arbitrary: it is replaced before it is an address.
-        address = jnp.where(is_there, row, 0), column
-        y = y + triton.load_where(output.rows, address, live & is_there)
-    return y + triton.load_where(output.rows, (output.first_own + token, column), live)

@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common.pending import finish
+from pallas_kernels.common.pending import Output
 from pallas_kernels.gpu import triton, triton_products
 from pallas_kernels.write_streams.reference import Arguments
+from pallas_kernels.write_streams.triton_outputs import load_output, operand_of
 
 Ref = Any
 _COLUMNS = 1024
@@ -36,8 +37,7 @@ _SUMS = 16
 
 def write_streams(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """See `op.write_streams`; streams are bf16."""
-    output = finish(arguments.output)
-    written = _write(arguments.streams, output, arguments.post, arguments.comb)
+    written = _write(arguments.streams, arguments.output, arguments.post, arguments.comb)
     if written.shape[0] <= _MOST_OF_KERNEL:
         return written, multiply(written, arguments.fn)
     return written, _products(arguments.fn, written)
@@ -52,8 +52,9 @@ def multiply(streams: jax.Array, fn: jax.Array) -> jax.Array:
     )
 
 
-def _write(streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
+def _write(streams: jax.Array, output: Output, post: jax.Array, comb: jax.Array) -> jax.Array:
     count, num, dim = streams.shape
+    is_sum = not isinstance(output, jax.Array)
 
     def kernel(inputs: list[Ref], written_ref: Ref) -> None:
         streams, output, post, comb = inputs
@@ -61,7 +62,7 @@ def _write(streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Arr
         column = pl.program_id(1) * _COLUMNS + jnp.arange(_COLUMNS, dtype=jnp.int32)
         # Whole runs of columns have a mask that is constant, which the compiler drops.
         inside = column < dim if dim % _COLUMNS else jnp.ones(_COLUMNS, jnp.bool_)
-        y = triton.load_where(output, (token, column), inside).astype(jnp.float32)
+        y = load_output(output, token, column, inside, is_sum=is_sum, dtype=jnp.bfloat16)
         # All streams are read once, for all that are written.
         rows = [
             triton.load_where(streams, (token, jnp.int32(j), column), inside).astype(jnp.float32)
@@ -78,7 +79,7 @@ def _write(streams: jax.Array, output: jax.Array, post: jax.Array, comb: jax.Arr
     return triton.launch(
         kernel,
         grid=(count, pl.cdiv(dim, _COLUMNS)),
-        inputs=[streams, output, post, comb],
+        inputs=[streams, operand_of(output), post, comb],
         outputs=jax.ShapeDtypeStruct(streams.shape, streams.dtype),
         num_warps=_NUM_WARPS,
         name="write_streams",

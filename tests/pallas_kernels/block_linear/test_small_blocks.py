@@ -100,7 +100,7 @@ def test_few_rows_are_this_kernel_s_on_hopper(monkeypatch):
         block_linear(few, make((192, 384)), backend="mosaic_gpu")
 
 
-@pytest.mark.parametrize(("num_rows", "ctas_of_sm"), [(1, 2), (8, 2), (16, 2), (32, 1), (64, 1)])
+@pytest.mark.parametrize(("num_rows", "ctas_of_sm"), [(1, 2), (8, 2), (16, 2), (32, 2), (64, 1)])
 def test_stages_leave_room_for_as_many_ctas_as_registers_do(num_rows, ctas_of_sm):
     """Threads of wider tiles hold so many sums that an SM has one CTA, which gets its memory."""
     _, tiling = plan(
