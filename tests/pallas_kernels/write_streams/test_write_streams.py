@@ -6,7 +6,7 @@ import pytest
 from benchmarks.cases.hyper_connections import COMPILED_WRITES
 from helpers import slow
 from pallas_kernels import write_streams
-from pallas_kernels.common.pending import PickedSums, finish
+from pallas_kernels.common.pending import PickedSums, SplitSums, finish
 from pallas_kernels.write_streams import triton_many
 from pallas_kernels.write_streams.reference import Arguments
 from pallas_kernels.write_streams.triton_gpu import MAX_TOKENS
@@ -87,6 +87,19 @@ def test_an_output_may_be_sums_of_picked_rows(lane, backend, num_tokens):
         is_equal = np.asarray(found[0]) == np.asarray(expected[0])
         assert is_equal.mean() > 0.999
     np.testing.assert_array_equal(jax.jit(finish)(output.reshape(1, -1, 320))[0], given[1])
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton_gpu"])
+@pytest.mark.parametrize("num_tokens", slow.all_but([MAX_TOKENS + 1], [3, MAX_TOKENS + 1]))
+def test_an_output_may_be_parts_that_add_up_to_it(lane, backend, num_tokens):
+    """Added in f32, and rounded once: these parts cancel, to a number with the bits of a bf16."""
+    streams, output, *rest = given = arguments(num_tokens, 320, jnp.bfloat16)
+    large = jnp.float32(np.random.default_rng(5).integers(-8, 9, output.shape) * 64)
+    parts = jnp.stack([jnp.float32(output) + large, jnp.full(output.shape, 2.0**-17), -large])
+    found = jit_write_streams(
+        streams, SplitSums(parts, jnp.dtype(jnp.bfloat16)), *rest, backend=backend
+    )
+    assert_close(found, given)
 
 
 def test_a_transposed_comb_would_be_seen():
