@@ -6,12 +6,16 @@ No other module imports from `jax._src`. Each function says what nothing public 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax._src import array, cache_key, core, distributed, xla_bridge
+from jax._src import array, cache_key, compilation_cache, core, distributed, xla_bridge
 from jax._src.interpreters import mlir
+from jax.experimental import serialize_executable
 from jaxlib.mlir import ir
 
 
@@ -97,6 +101,57 @@ def program_of(compiled: jax.stages.Compiled) -> Program:
     call = compiled._executable.unsafe_call  # type: ignore[union-attr]
     handlers, used = call.out_handler.handlers, tuple(sorted(call.kept_var_idx))
     return Program(call.xla_executable.execute_sharded, handlers, used)
+
+
+_read_in_thread, _serializing = threading.local(), threading.Lock()
+
+
+@contextlib.contextmanager
+def read_executables() -> Iterator[list[bytes]]:
+    """Within it, the executables that this thread gets out of JAX's compilation cache, as bytes.
+
+    An executable that the cache gave has no machine code to be written again; these bytes have it.
+    """
+    _watch_cache()
+    _read_in_thread.executables = found = []
+    try:
+        yield found
+    finally:
+        _read_in_thread.executables = None
+
+
+@functools.cache
+def _watch_cache() -> None:
+    extract = compilation_cache.extract_executable_and_time
+
+    def watched(entry: bytes) -> tuple[bytes, int]:
+        executable, seconds = extract(entry)
+        if (found := getattr(_read_in_thread, "executables", None)) is not None:
+            found.append(executable)
+        return executable, seconds
+
+    compilation_cache.extract_executable_and_time = watched
+
+
+def serialize(
+    compiled: jax.stages.Compiled, executable: bytes | None = None
+) -> tuple[bytes, Any, Any]:
+    """`jax.experimental.serialize_executable.serialize`, with these bytes for the executable."""
+    pickler = serialize_executable._JaxPjrtPickler
+
+    class Pickler(pickler):  # type: ignore[misc, valid-type]
+        def persistent_id(self, obj: Any) -> Any:
+            is_executable = type(obj).__name__ in ("LoadedExecutable", "Executable")
+            if executable is not None and is_executable:
+                return "exec", executable
+            return super().persistent_id(obj)
+
+    with _serializing:
+        serialize_executable._JaxPjrtPickler = Pickler  # type: ignore[misc]
+        try:
+            return serialize_executable.serialize(compiled)
+        finally:
+            serialize_executable._JaxPjrtPickler = pickler  # type: ignore[misc]
 
 
 type Canonicalize = Callable[..., bytes]

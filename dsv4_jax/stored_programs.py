@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import serialize_executable
 
+from dsv4_jax import compat
 from dsv4_jax.sources import imports_others, read_sources, sources_at_start
 from pallas_kernels.common.backend import has_fallen_back
 
@@ -69,7 +70,7 @@ _OF_A_PROCESSOR = "model name", "flags", "Features", "CPU "
 """Beginnings of lines of /proc/cpuinfo that say which one it is."""
 
 _MACHINE_CODE = b"\x7fELF"
-"""Begins what a processor runs. XLA has none for a program that jax's compilation cache gave."""
+"""Begins what a processor runs. XLA writes none for a program that jax's compilation cache gave."""
 
 _SUFFIX, _UNFINISHED = ".program", ".partial"
 _ABANDONED_S = 3600.0
@@ -160,16 +161,29 @@ class StoredPrograms:
             self._warn(f"a program is compiled anew, since {file} cannot be loaded: {error}")
             return None
 
-    def keep(self, key: str, compiled: jax.stages.Compiled, arguments: Sequence[Any]) -> None:
+    def keep(
+        self,
+        key: str,
+        compiled: jax.stages.Compiled,
+        arguments: Sequence[Any],
+        read: Sequence[bytes] = (),
+    ) -> None:
         """Writes a program, if another process could run it.
 
-        One that jax's compilation cache gave is not written: it would load, and not run. Nor is
-        one of a process in which an op has fallen back, which every process has to say.
+        One of a process in which an op has fallen back is not written: every process has to say so.
+
+        Args:
+          key: of the program.
+          compiled: the program.
+          arguments: its arrays, in trees.
+          read: what jax's compilation cache gave for it (`compat.read_executables`); one that the
+            cache gave has no machine code of its own.
         """
         if has_fallen_back() or self._sources.digest != read_sources().digest:
             return
         try:
-            executable, in_tree, out_tree = serialize_executable.serialize(compiled)
+            cached = read[0] if len(read) == 1 else None
+            executable, in_tree, out_tree = compat.serialize(compiled, cached)
             if in_tree != _structure(arguments):
                 return
             stored = _Stored(executable, out_tree)

@@ -6,10 +6,14 @@ import pathlib
 import socket
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jaxlib.mlir import ir
 
 import dsv4_jax
@@ -142,6 +146,44 @@ def test_program_of():
             other.sharding,
             other.committed,
         )
+
+
+def test_read_executables_and_serialize(tmp_path):
+    """What the cache gave is written as it lay there, and runs; other threads' is not seen."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: getattr(jax.config, name) for name in names}
+
+    def compile_anew():
+        jax.clear_caches()
+        lowered = jax.jit(lambda x: jnp.where(x == 0.25, 7.0, x * 3.0)).lower(jnp.arange(4.0))
+        with compat.read_executables() as read:
+            return lowered.compile(), read
+
+    try:
+        for name, value in zip(names, (str(tmp_path), 0.0), strict=True):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        compiled, read = compile_anew()
+        assert not read
+        compiled, read = compile_anew()
+        [executable] = read
+        assert b"\x7fELF" in executable
+        written, in_tree, out_tree = compat.serialize(compiled, executable)
+        assert executable in written
+        loaded = serialize_executable.deserialize_and_load(
+            written, in_tree, out_tree, execution_devices=jax.devices()[:1]
+        )
+        np.testing.assert_array_equal(loaded(jnp.arange(4.0)), 3.0 * np.arange(4))
+        with compat.read_executables() as mine:
+            other = threading.Thread(target=compile_anew)
+            other.start()
+            other.join()
+        assert not mine
+        assert executable not in compat.serialize(compiled)[0]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def test_no_other_module_looks_inside_jax():

@@ -89,8 +89,9 @@ class Launcher:
             lowered = self.lower(program, *arguments, **static)
 
             def compile_and_keep() -> jax.stages.Compiled:
-                compiled = lowered.compile()
-                store.keep(key, compiled, given)
+                with compat.read_executables() as read:
+                    compiled = lowered.compile()
+                store.keep(key, compiled, given, read)
                 return compiled
 
             return compile_and_keep
