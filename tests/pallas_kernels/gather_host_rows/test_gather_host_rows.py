@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.cases.engram import COLUMNS, ROW_BYTES, TABLES, TOKENS
+from dsv4_jax.engram.pinned_memory import pin
 from helpers.arrays import on_device
 from helpers.host_tables import addresses_of, table
 from helpers.ptx_threads import thread
@@ -28,8 +29,11 @@ AOT_CASES = [
 ]
 
 
-def case(num_tokens, columns=COLUMNS, row_bytes=ROW_BYTES, offsets=(0, 0)):
-    """Rows, the first and the last of a table among them; addresses; and what lies there."""
+def case(num_tokens, columns=COLUMNS, row_bytes=ROW_BYTES, offsets=(0, 0), place=addresses_of):
+    """Rows, the first and the last of a table among them; addresses; and what lies there.
+
+    `place` gives the addresses of tables for who reads them.
+    """
     rng = np.random.default_rng(num_tokens)
     counts = (1000, 77)
     tables = [
@@ -42,7 +46,7 @@ def case(num_tokens, columns=COLUMNS, row_bytes=ROW_BYTES, offsets=(0, 0)):
         np.stack([planes[p][rows[:, n]] for n, planes in enumerate(tables)], axis=1)
         for p in range(len(row_bytes))
     ]
-    return on_device(rows, jnp.int32), addresses_of(tables), wanted
+    return on_device(rows, jnp.int32), place(tables), wanted
 
 
 CASES = {
@@ -69,6 +73,22 @@ def test_rows_are_those_of_the_tables(name, backend):
     assert len(found) == len(wanted)
     for plane, own in zip(found, wanted, strict=True):
         assert plane.dtype == jnp.uint8
+        np.testing.assert_array_equal(plane, own)
+
+
+def pinned(tables):
+    """Addresses of tables that a GPU may read where they are."""
+    pin([plane for planes in tables for plane in planes])
+    return addresses_of(tables)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*CASES, "many"])
+def test_a_gpu_reads_rows_where_they_are(name):
+    given = CASES.get(name, {"num_tokens": 4096})
+    rows, addresses, wanted = case(**given, place=pinned)
+    gather = functools.partial(gather_host_rows, row_bytes=given.get("row_bytes", ROW_BYTES))
+    for plane, own in zip(jax.jit(gather)(rows, addresses), wanted, strict=True):
         np.testing.assert_array_equal(plane, own)
 
 
